@@ -109,8 +109,8 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Check the data and print the counts. Errors in the run's own items raise; those in other
-    lists are warnings. Exit code: 1 if a task is listed under several ids.
+    """Check the data and print counts and warnings. Return 1 if a task has several ids, else 0.
+    Errors: ConfigError for the run's own data; errors in other published lists are warnings.
     """
     from agentgym.data.check import compare_tasks, load_data, load_recorded
     from agentgym.data.items import PUBLISHED_COUNTS, load_splits

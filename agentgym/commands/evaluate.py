@@ -25,7 +25,7 @@ ENDPOINT = (  # options that are fields of an EvaluationRequest under the same n
     *("engine", "model", "key_variable", "max_retries", "max_concurrency", "max_per_minute"),
     *("prices", "max_cost"),
 )
-LOOKED_AT = 20  # newest other results that are searched for a comparable one
+LOOKED_AT = 20  # other results, the newest ones, that are searched for a comparable one
 
 
 def add(commands: Commands) -> None:
@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of an evaluation, as `request_of` reads them; the flow shares them."""
+    """Add the options that `request_of` reads. The command and the flow have them in common."""
     command.add_argument(
         "--env", action="append", default=[], metavar="NAME", help="may be repeated"
     )
@@ -134,7 +134,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def run_meant(policy: str) -> str:
-    """Return the run that RUN:STEP names; empty for other policies. Errors: ConfigError."""
+    """Return the run in a policy's name RUN:STEP; empty for other policies. Errors: ConfigError."""
     from agentgym.evaluation.policies import PolicyKind, PolicyName
 
     name = PolicyName.parse(policy) if ":" in policy else None
@@ -142,14 +142,14 @@ def run_meant(policy: str) -> str:
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """Return the evaluation that the arguments request. Errors: ConfigError."""
+    """Return the request for an evaluation from parsed arguments. Errors: ConfigError."""
     from pydantic import ValidationError
 
     from agentgym.config import first_line
     from agentgym.evaluation.policies import OWN
     from agentgym.evaluation.protocol import EvaluationRequest
 
-    # of the command, or of the flow
+    # the command has `--set`, the flow has overrides
     overrides = (*getattr(arguments, "set", ()), *getattr(arguments, "overrides", ()))
     settings = {override.partition("=")[0] for override in overrides}
     items = {"num": arguments.num_items, "split": arguments.split, "file": arguments.items}
@@ -206,14 +206,16 @@ def _evaluate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def code_of(evaluated: Evaluated) -> int:
-    """Return the exit code: 0 valid, 1 ended before its last episode, 3 too few episodes count."""
+    """Return the exit code: 0 valid, 1 stopped or not complete, 3 too few episodes count."""
     if evaluated.stopped or not evaluated.result.is_complete:
         return 1
     return 0 if evaluated.is_valid else INVALID
 
 
 def told(evaluated: Evaluated) -> dict[str, Any]:
-    """Return an evaluation as JSON for programs, without the rows of single episodes."""
+    """Return the output of `--json`: the result's file without the rows of single episodes, and
+    the keys valid, complete, stopped, how, folder, clock and graded_otherwise.
+    """
     tree = evaluated.result.to_json()
     del tree["slots"], tree["columns"]
     return {
@@ -229,7 +231,7 @@ def told(evaluated: Evaluated) -> dict[str, Any]:
 
 
 def pointer(evaluated: Evaluated) -> dict[str, Any]:
-    """Return the pointer that DVC tracks: the result's step and key, its digest and numbers."""
+    """Return the pointer that DVC tracks: `manifest` (step, key, digest) and `results`."""
     manifest = evaluated.manifest
     identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest}
     return {"manifest": [identity], "results": manifest.results}
@@ -258,7 +260,9 @@ def _print(evaluated: Evaluated, options: str) -> None:
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
-    """Yield lines with the report's file and a command that compares the newest like result."""
+    """Yield a line with the report's file and, for a complete and valid result, one on comparing
+    it: a command with the newest result of the same identity, or a hint if there is none.
+    """
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
 
@@ -282,7 +286,9 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
 
 
 def _limit(text: str) -> bool | int | float:
-    """Parse `--fail-on-error`: true, false, a count or a share. Errors: ArgumentTypeError."""
+    """Parse a value of `--fail-on-error`: true, false, a count (int) or a share (float).
+    Errors: ArgumentTypeError.
+    """
     if text in ("true", "false"):
         return text == "true"
     try:

@@ -142,7 +142,7 @@ def _lines(entry: Entry) -> list[str]:
 
 
 def _json(entry: Entry) -> dict[str, Any]:
-    """Return an entry as JSON, without the outcomes of single episodes."""
+    """Return an entry of the history as JSON, without the outcomes of single episodes."""
     tree = asdict(entry)
     if tree["decision"]:
         evidence = tree["decision"].get("evidence", {})

@@ -30,9 +30,9 @@ class Commands:
         overrides: bool = True,
         run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
-        """Add a command and return its parser.
-        params: it reads a parameter file; overrides: it has `--set` for single values;
-        run_of: returns the run named by the arguments; its settings come from the store.
+        """Add a command and return its parser. run: executes the command, returns its exit code.
+        params: it has `--params` for a parameter file; overrides: it has `--set` for single values;
+        run_of: returns the run that the arguments name, or None; its settings come from the store.
         """
         command: argparse.ArgumentParser = self._commands.add_parser(name, help=help_text)
         command.add_argument("-v", "--verbose", action="store_true")
@@ -53,7 +53,7 @@ class Commands:
 
 
 def add_pointers(command: argparse.ArgumentParser, help_text: str) -> None:
-    """Add the option `--pointers`. help_text: their effect in this command, a clause."""
+    """Add the option `--pointers`. help_text: continues its help, "folder of DVC's pointers"."""
     command.add_argument(
         "--pointers",
         type=Path,
@@ -63,7 +63,7 @@ def add_pointers(command: argparse.ArgumentParser, help_text: str) -> None:
 
 
 def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
-    """Add `--wait` and `--owner-pipe`. what: the product waited for, as the help text names it."""
+    """Add `--wait` and `--owner-pipe`. what: noun for the help text, for example "a step"."""
     command.add_argument(
         "--wait",
         type=float,
@@ -75,7 +75,7 @@ def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_owner_pipe(command: argparse.ArgumentParser) -> None:
-    """Add the option that ends a command together with the program that started it."""
+    """Add `--owner-pipe`: it ends a command together with the program that started it."""
     command.add_argument(
         "--owner-pipe",
         action="store_true",
@@ -84,19 +84,19 @@ def add_owner_pipe(command: argparse.ArgumentParser) -> None:
 
 
 def positive(text: str) -> int:
-    """Parse a positive integer argument. Errors: ArgumentTypeError; ValueError for no number."""
+    """Parse a positive integer. Errors: ArgumentTypeError if below 1, ValueError if no integer."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not positive")
     return int(text)
 
 
 def seed(text: str) -> int:
-    """Parse a seed of at most 63 bits. Errors: ArgumentTypeError; ValueError for no number."""
+    """Parse a seed of 0 to 2**63 - 1. Errors: ArgumentTypeError; ValueError if no integer."""
     if not 0 <= int(text) < 2**63:
         raise argparse.ArgumentTypeError(f"{text} is no seed; expected 0 to {2**63 - 1}")
     return int(text)
 
 
 def some(text: str) -> int | None:
-    """Parse a positive integer argument, or `all` as None. Errors: those of `positive`."""
+    """Parse a positive integer; return None for `all`. Errors: those of `positive`."""
     return None if text == "all" else positive(text)

@@ -131,8 +131,8 @@ def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Compare two results or more; print the comparison and write it to `--out`, if given.
-    Errors: ConfigError if they answer different questions.
+    """Compare two or more results, print the comparison, write it to `--out` if given. Return 0.
+    Errors: ConfigError for a bad confidence level or results that cannot be compared.
     """
     from agentgym.comparison.versus import files, find_result, lines, table_markdown, versus
     from agentgym.store.posix import write_whole

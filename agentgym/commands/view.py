@@ -117,7 +117,7 @@ def own_token(folder: Path) -> str:
 @contextlib.contextmanager
 def _listener(host: str, wanted: int | None) -> Iterator[socket.socket]:
     """Yield a listening socket. wanted: its port; None: the default port, or any if that is taken.
-    Errors: ConfigError if the port is taken, or the address is not this machine's.
+    Errors: ConfigError if no socket can be bound, for example because the port is taken.
     """
     for port in (PORT, 0) if wanted is None else (wanted,):
         bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

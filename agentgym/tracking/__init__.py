@@ -1,1 +1,1 @@
-"""The numbers of a run in MLflow, delivered from committed steps alone."""
+"""Delivery of a run's metrics to MLflow, from the commits in the store alone."""

@@ -59,14 +59,14 @@ CURVE = (  # main metrics; the others are only in MLflow
     "eval/coverage",
 )
 KINDS = ("step", "pipeline")
-End = tuple[str, str]  # status in MLflow, FAILED, or KILLED if ended from outside; the reason
+End = tuple[str, str]  # (status: FAILED, or KILLED for a process ended from outside; reason)
 WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # kinds of runs, for finished work
 RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
 CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
 class StaleRun(LedgerError):
-    """An MLflow run with points of commits that are gone: they or the store were deleted."""
+    """Error for an MLflow run with points of commits that the store no longer has."""
 
 
 @cache
@@ -75,7 +75,7 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 
 
 def tracker_of(cfg: RunConfig) -> Tracker:
-    """Return the tracker of the configured ledger; one client per process."""
+    """Return the tracker of the configured MLflow experiment, one per process."""
     return _tracker(
         cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
     )
@@ -89,12 +89,12 @@ def parent_run(cfg: RunConfig, run_key: str) -> str:
 
 
 def run_title(cfg: RunConfig) -> str:
-    """Return the beginning of the name of a pipeline's run."""
+    """Return the title of a pipeline's run: recipe, horizon and seed."""
     return f"{cfg.algorithm.recipe} {'>'.join(map(str, cfg.horizon.max_turns))} seed {cfg.seed}"
 
 
 def run_tags(cfg: RunConfig, run_key: str) -> dict[str, str]:
-    """Return the tags of a pipeline's run, in addition to those that identify it."""
+    """Return the tags that describe a pipeline's run, for example its recipe and its seed."""
     return {
         "algorithm": cfg.algorithm.recipe,
         "environment": cfg.env_names,
@@ -127,7 +127,9 @@ def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tu
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
-    """Return a step's main metrics, a row per point; None for one that was not measured."""
+    """Return a row per point of a step: `step`, and each of CURVE with `_` for `/`.
+    Values have four significant digits; None: not measured.
+    """
 
     def short(value: float | None) -> float | None:
         return None if value is None else float(f"{value:.4g}")
@@ -139,21 +141,22 @@ def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
 
 
 def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
-    """Return the points of all commits of a step under a key, in order."""
+    """Return the points of all commits of a step with this key, in order."""
     return [point for commit in store.history(step, key) for point in _points(store, commit)]
 
 
 def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm]:
-    """Return the first alarm of each trouble in these stages, which are in order of training."""
+    """Return the alarms that begin a trouble; see `raised`. trained: stages, in training order."""
     return begun(
         point for stage in trained for point in committed_points(store, stage.step, stage.key)
     )
 
 
 class Paced:
-    """Deliverer of a step's commits, in about SHARE of the run's time, pausing at most MAX_WAIT_S.
+    """Callable that delivers a step's commits in about SHARE of the time, pausing up to MAX_WAIT_S.
 
-    The first and the last are delivered at once. A delivery that fails leaves all to the next one.
+    A commit in a pause is left to the next delivery, unless it is the step's last. If MLflow is
+    unavailable, a warning is logged, and the next delivery includes the commit.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -182,10 +185,10 @@ def deliver_step(
     headline: bool,
     is_report: bool,
 ) -> None:
-    """Deliver a step's points to its run, and for headline steps to the pipeline's run.
+    """Deliver a step's points to its run and, with `headline`, also to the pipeline's run.
 
-    Missing and stale runs are created anew. A finished step's run gets its page and ends; with
-    `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
+    Missing runs are created, stale ones are replaced. A finished step's run gets its page and
+    ends; with `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
@@ -223,7 +226,7 @@ def deliver_step(
 
 @dataclass(frozen=True, slots=True)
 class CellPoints:
-    """A cell of a comparison: one of its runs, with the points to copy."""
+    """A cell of a comparison: one of the compared runs, with the points to copy to its own run."""
 
     title: str
     cfg: RunConfig
@@ -266,7 +269,7 @@ def deliver_comparison(
         cell_id = tracker.find_or_create(cell.title, identity_tags, cell.cfg.semantic(), cell_tags)
         tracker.deliver(cell_id, cell.points)
         tracker.end_run(cell_id)
-        tracker.end_run(run_id)  # one that is reported later continues under its id
+        tracker.end_run(run_id)  # a later report of this run continues it under its id
     tracker.log_artifacts(comparison_id, files)
     tracker.set_tags(comparison_id, table_tags(tables))
     describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
@@ -304,18 +307,18 @@ def deliver_committed(
 
 
 def delivery_tags(last: Manifest, points: Sequence[Point]) -> dict[str, str]:
-    """Return the tags of a run after delivery of these points, which end with `last`."""
+    """Return the tags to set after delivery of these points: each alarm, and the commit `last`."""
     alarm_tags = {f"alarm.{alarm.name}": str(alarm) for alarm, _ in raised(points)}
     return {**alarm_tags, _tag(last.step, last.key): " ".join(map(str, _mark(last)))}
 
 
 def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
-    """Return the path of the file that records the delivery of a step to MLflow for this run."""
+    """Return the path of the file that records that a run's step was delivered to MLflow."""
     return cfg.state_dir / "delivered" / run_key[:16] / f"{step}-{key[:16]}"
 
 
 def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
-    """Return prefix of a run's key -> its delivered steps, as (step, prefix of the step's key)."""
+    """Return prefix of a run's key -> its steps that MLflow has, as (name, prefix of their key)."""
     steps_by_run: dict[str, set[tuple[str, str]]] = {}
     for mark in sorted((cfg.state_dir / "delivered").glob("*/*-*")):
         step, _, key = mark.name.rpartition("-")
@@ -324,7 +327,7 @@ def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
 
 
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
-    """Return the number of a step's last commit that a run with these tags has; -1 for none."""
+    """Return the number of the last commit of a step that these tags of a run name; -1 for none."""
     return _parse_mark(tags.get(_tag(step, key), ""))[0]
 
 
@@ -337,7 +340,7 @@ def _points(store: RunStore, manifest: Manifest) -> list[Point]:
 
 
 def _mark(manifest: Manifest) -> tuple[int, str]:
-    """Return a commit's number, and its time: in a folder that was deleted, numbers begin anew."""
+    """Return a commit's number and time; numbers start again at 0 in a folder that was deleted."""
     return manifest.seq, repr(manifest.created_at)
 
 
@@ -349,7 +352,8 @@ def _parse_mark(text: str) -> tuple[int, str]:
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
     """End every MLflow run of this store's steps that is RUNNING without a process.
 
-    A run that only records finished work, and one without a step, is closed after a lease's length.
+    Runs of kinds WRITTEN_AT_ONCE, and pipelines without a RUNNING step, are ended only once they
+    are older than a lease lasts.
     Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
     """
     if has_file(cfg) and first_row(cfg, RUNNING) is None:
@@ -396,7 +400,7 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
-    """Return the end of a pipeline without RUNNING steps; None while a next step may begin."""
+    """Return the end of a pipeline that has no RUNNING step; None while it may still continue."""
     steps = _steps(tracker, run)
     if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
         return None  # the run belongs to another store
@@ -406,7 +410,7 @@ def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
 
 
 def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
-    """Return True if these runs last began or ended at least a lease's length ago."""
+    """Return True if the last begin or end of these runs is longer ago than a lease lasts."""
     last_ms = max(max(run.info.end_time or 0, run.info.start_time or 0) for run in runs)
     return time.time() - last_ms / 1000 >= store.lease_ttl_s
 

@@ -43,7 +43,9 @@ class Tracker:
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path) -> None:
-        """Keep `sqlite:////absolute/path.db` or a server's address. Errors: ValueError."""
+        """Set the store, not yet opened: `sqlite:////absolute/path.db` or a server's URL.
+        Errors: ValueError for a relative path.
+        """
         if uri.startswith("sqlite:") and not uri.startswith("sqlite:////"):
             raise ValueError(
                 f"tracking.uri {uri!r} must hold an absolute path, sqlite:////folder/mlflow.db; a"
@@ -170,7 +172,7 @@ class Tracker:
             self.client.delete_tag(run_id, ENDED)
 
     def close_run(self, run_id: str, status: str, reason: str) -> None:
-        """End a run without a process; the tag `ended` gives the reason until the run continues."""
+        """End a run whose process is gone; its tag `ended` has the reason until it continues."""
         self.set_tags(run_id, {ENDED: reason})
         self.end_run(run_id, status)
 
@@ -197,7 +199,7 @@ class Tracker:
         return runs
 
     def supersede(self, run_id: str) -> None:
-        """End a run as KILLED; it keeps its numbers, and its key no longer leads to it."""
+        """Tag a run's kind as SUPERSEDED, so that its key no longer finds it; end it as KILLED."""
         self.set_tags(run_id, {"kind": SUPERSEDED})
         self.end_run(run_id, "KILLED")
 
@@ -209,7 +211,7 @@ class Tracker:
         )
 
     def log_artifacts(self, run_id: str, files: Path | Mapping[str, bytes]) -> None:
-        """Log a folder, or contents by name; a name that exists is replaced."""
+        """Log the files of a folder, or contents by name; existing files are replaced."""
         if isinstance(files, Path):
             self.client.log_artifacts(run_id, str(files))
             return
@@ -221,7 +223,7 @@ class Tracker:
             self.client.log_artifacts(run_id, folder)
 
     def log_inputs(self, run_id: str, inputs: Iterable[DatasetInput]) -> None:
-        """Log the data that a run read; the same data is logged once."""
+        """Log the datasets that a run read. MLflow keeps equal ones once."""
         from mlflow.entities import Dataset, InputTag
         from mlflow.entities import DatasetInput as Input
 
@@ -242,7 +244,7 @@ class Tracker:
             self.client.log_inputs(run_id, entities)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """Log an episode as a trace, with its success as feedback; their ids are fixed."""
+        """Log an episode as a trace, with its success as feedback; repeats add no second trace."""
         from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
         success = Feedback("success", trace.success, trace_id=trace.trace_id)
@@ -286,7 +288,9 @@ class Tracker:
         return str(created.model_id)
 
     def ready_model(self, name: str, step_key: str) -> str | None:
-        """Return the oldest complete logged model of this key; without one, delete the others."""
+        """Return the id of the oldest complete logged model with this name and tag `step_key`.
+        If there is none, delete the incomplete ones and return None.
+        """
         query = f"name = '{name}' and tags.step_key = '{step_key}'"
         models = self.client.search_logged_models([self.experiment_id], filter_string=query)
         ready = [model for model in models if str(model.status) == "READY"]
@@ -297,7 +301,7 @@ class Tracker:
         return None
 
     def find_run(self, tags: Mapping[str, str]) -> str | None:
-        """Return the id of the oldest live run with these tags, or None."""
+        """Return the id of the oldest run, not deleted, with these tags; None without one."""
         run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 
@@ -320,7 +324,9 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
-        """Return the id of the live run with these identifying tags; create it, and add `tags`."""
+        """Return the id of the run with the tags `identity`; create it as `name` if missing.
+        Missing params and changed tags are added. A FAILED or KILLED run is set to RUNNING.
+        """
         run = self._find_run(identity)
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
@@ -354,19 +360,19 @@ class Tracker:
         return run_id
 
     def _find_run(self, identity: Mapping[str, str]) -> Any:
-        """Return the oldest live run with these tags, or None."""
+        """Return the oldest run, not deleted, with these tags; None without one."""
         query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
         runs = self.client.search_runs([self.experiment_id], filter_string=query)
         return min(runs, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
 
 
 def profile_of(data: DatasetInput) -> str:
-    """Return the profile of a dataset: its size."""
+    """Return a dataset's profile for MLflow, JSON text with the key `num_items`."""
     return json.dumps({"num_items": data.num_items})
 
 
 def pipeline_name(title: str, run_key: str) -> str:
-    """Return the name of the run of a whole pipeline."""
+    """Return the name of a pipeline's run: its title, and `r` with 12 digits of its key."""
     return f"{title} r{run_key[:12]}".strip()
 
 

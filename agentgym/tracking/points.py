@@ -1,7 +1,8 @@
 """Metrics of a step in the store, to be delivered to MLflow, and the alarms of a training run.
 
 Alarms are a pure function of the committed metrics. A rule compares a measure of several optimizer
-steps with its limit; if that is broken, both are stored as `alarm/NAME` and `alarm/NAME_limit`.
+steps with its limit. If the limit is broken, the measure is stored as `alarm/NAME` and the limit
+as `alarm/NAME_limit`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """Data that the ledger cannot accept, or an experiment that was deleted."""
+    """Error for data that MLflow cannot accept, or for an experiment that was deleted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Metrics of one step and their time, fixed when measured so that deliveries are equal."""
+    """Metrics at one optimizer step. Their time is fixed, so that repeated deliveries are equal."""
 
     step: int
     time_ms: int  # milliseconds since 1970
@@ -82,9 +83,10 @@ _PER_EPISODE = {TURNS: "rollout/turns_mean", TOKENS: "rollout/tokens_mean"}
 
 
 def progressed(before: Sequence[Point], point: Point) -> dict[str, float]:
-    """Return turns and tokens (observations and actions) of the episodes that count, so far.
+    """Return TURNS and TOKENS -> sum over all episodes that count, up to this point and with it.
 
-    Empty if the point has no episodes. before: the run's training points so far, in order.
+    Tokens are those of observations and actions. Empty if the point has no episodes.
+    before: the run's training points so far, in order.
     """
     metric_of = point.metrics.get
     if metric_of("rollout/num_episodes") is None:
@@ -104,17 +106,17 @@ EVERY_S = 5.0  # minimum time between two readings; one takes milliseconds
 
 
 class SystemMetrics:
-    """Metrics of this process, its children, and the machine."""
+    """CPU, memory and disk metrics of this process with its descendants, and of the machine."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Begin to measure. folder: of the state; its disk is measured."""
+        """Begin to measure. folder: the state folder, whose disk is measured; clock: seconds."""
         self._folder, self._clock = folder, clock
         self._read_at, self._cpu_s = clock(), _cpu_s()
-        self._due = self._read_at  # the first reading, however soon
+        self._due = self._read_at  # the first reading need not wait
         psutil.cpu_percent()
 
     def read(self) -> dict[str, float]:
-        """Return the metrics since the last reading; empty within EVERY_S of it."""
+        """Return `system/NAME` -> value since the last reading; empty within EVERY_S of it."""
         now = self._clock()
         if now < self._due or now == self._read_at:
             return {}
@@ -136,7 +138,7 @@ def _cpu_s() -> dict[psutil.Process, float]:
     """Return the CPU seconds of this process and of each of its live descendants."""
     root, seconds = psutil.Process(), {}
     for process in (root, *root.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it ended meanwhile
+        with contextlib.suppress(psutil.Error):  # the process ended meanwhile
             times = process.cpu_times()
             seconds[process] = times.user + times.system
     return seconds
@@ -159,7 +161,7 @@ Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """Error that ends a run in trouble after a commit, as its configuration requires."""
+    """Error that ends a run after a commit because of an alarm whose setting is `stop`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Alarm:
 
 
 def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
-    """Return an alarm for each limit broken at the last point of a run's training so far."""
+    """Return an alarm for each limit broken at a history's last point, but for rules set to off."""
     alarms_raised = []
     for name, rule in RULES.items():
         if getattr(alarms, name) != "off":
@@ -213,7 +215,9 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
 
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
-    """Return (metric, the rule's measure at the last point or None if it cannot be computed)."""
+    """Return (name of the metric, the rule's measure at the last point).
+    The name is empty if the point has no such metric; the measure is None if it is not defined.
+    """
     metric = rule.metric_of(history[-1])
     values = [point.metrics[metric] for point in history if metric in point.metrics]
     return metric, rule.measure(values) if metric else None
@@ -241,16 +245,16 @@ def begun(points: Iterable[Point]) -> list[Alarm]:
 
 
 class Watch:
-    """Alarms of a run's training, point by point."""
+    """Detector of alarms in a run's training, which takes one point after the other."""
 
     def __init__(self, alarms: AlarmsConfig, history: Iterable[Point]) -> None:
         """Watch a run's training. history: the points committed before."""
         self._alarms, self._points = alarms, list(history)
 
     def take(self, point: Point) -> Point:
-        """Return the point with its alarms and progress among its metrics, and remember it.
+        """Return the point with its alarms and progress added to its metrics, and remember it.
 
-        Log a warning for an alarm that begins a trouble, if its setting is `warn`.
+        An alarm that begins a trouble is logged as a warning if its setting is `warn`.
         """
         point = replace(point, metrics={**point.metrics, **progressed(self._points, point)})
         alarms = tripped(self._alarms, [*self._points, point])
@@ -266,7 +270,7 @@ class Watch:
 
     @property
     def stop(self) -> AlarmStop | None:
-        """Error to raise if the last point breaks a limit with setting `stop`; else None."""
+        """Error to raise if the last point breaks a limit whose setting is `stop`; else None."""
         for alarm in tripped(self._alarms, self._points) if self._points else ():
             if getattr(self._alarms, alarm.name) == "stop":
                 return AlarmStop(

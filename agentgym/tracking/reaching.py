@@ -1,4 +1,4 @@
-"""The server or database behind MLflow: created, reached, or reported as unavailable."""
+"""The server or database behind MLflow: create it, check it, report it as unavailable."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
 class LedgerUnavailable(RuntimeError):
-    """MLflow does not answer. Nothing is lost: the store keeps all points until delivered."""
+    """Error if MLflow does not answer. Nothing is lost: the store has all points to deliver."""
 
 
 def check_server(uri: str) -> None:
-    """Raise LedgerUnavailable if `uri` names a server that does not answer. No MLflow import."""
+    """Raise LedgerUnavailable if `uri` names a server that does not answer; databases pass."""
     if not uri.startswith(("http://", "https://")):
         return
     try:
@@ -43,10 +43,10 @@ def check_server(uri: str) -> None:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if another local database takes its place, if a run or the
-    experiment is deleted, or if a run is set aside; for a server, its address alone.
+    """Return a text that identifies the ledger; for a server, its address alone.
 
-    Empty if it cannot be read. Does not import MLflow.
+    For a local database the text changes if another file takes its place, if a run or the
+    experiment is deleted, or if a run is superseded. Empty if it cannot be read.
     """
     address = f"{cfg.tracking_uri} {cfg.experiment}"
     query = """
@@ -58,8 +58,9 @@ def ledger_identity(cfg: RunConfig) -> str:
 
 
 def registry_identity(cfg: RunConfig) -> str:
-    """Return a text that changes if a local database's registered model is deleted and made again,
-    not if a version is: that stays deleted. Empty without a model; for a server always the same.
+    """Return a text that identifies the registered model; for a server, the text never changes.
+    For a local database it changes if the model, not a version, is deleted and created again.
+    Empty if the database has no such model, or cannot be read.
     """
     query = "select creation_time from registered_models where name = ?"
     name = cfg.registered_model
@@ -148,8 +149,8 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def import_client(uri: str) -> None:
-    """Import MLflow before rollouts begin, which a later import would slow down; for a SQLite
-    database, MLflow's database modules, too.
+    """Import MLflow, and for a SQLite database its database modules, too.
+    Call it before rollouts begin: a later import would slow them down.
     """
     prepare_environment()
     importlib.import_module("mlflow")
@@ -194,7 +195,7 @@ def make_database(path: Path, artifact_root: Path) -> None:
 
 @contextlib.contextmanager
 def _unsynced(path: Path) -> Iterator[None]:
-    """Do not wait for the disk at this file: MLflow makes its tables in hundreds of commits."""
+    """Switch off SQLite's disk syncs for this file: MLflow makes its tables in many commits."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -1,4 +1,4 @@
-"""MLflow's model registry: a checkpoint becomes one version, however often it is registered."""
+"""MLflow's model registry: one version per checkpoint, however often that is registered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABOUT = (
     " of all, `agentgym promote` and `agentgym rollback` make one, `agentgym lineage` says what a"
     " version was made of."
 )
-REGISTER, RECORD = "register", "files.json"  # step, and its record with the version's digests
+REGISTER, RECORD = "register", "files.json"  # step; file of its commit with a version's digests
 MLMODEL = "MLmodel"
 CARD = ("algorithm", "step_key", "weights.sha256")  # tags shown on a model's card
 TASK = "llm/v1/chat"  # one of MLflow's tasks for transformers
@@ -49,9 +49,10 @@ def register_model(
 ) -> str:
     """Log a transformers model with its tokenizer and chat template, and register it.
 
-    alias: moved to this version; None: no alias is moved.
-    tags: must hold `step_key`; a model is registered once per key, also after a kill at any point.
-    Result: the version. Errors: ValueError without `step_key`, or if the folder holds no model.
+    alias: moved to this version; None: no alias is moved. step: optimizer step of the weights.
+    tags: must have `step_key`; a model is registered once per key, also after a kill at any point,
+    and a repeat only sets the tags.
+    Result: the version. Errors: ValueError without `step_key`, or if the folder has no model.
     """
     from mlflow.exceptions import MlflowException
 
@@ -95,7 +96,7 @@ def register_model(
 
 
 def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
-    """Return the oldest version registered under this key; None without one."""
+    """Return the number of the oldest version with the tag `step_key`; None without one."""
     return min(_versions(tracker, name, step_key), key=int, default=None)
 
 
@@ -144,7 +145,7 @@ def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
 
 
 def all_models(tracker: Tracker) -> list[str]:
-    """Return the names of every registered model."""
+    """Return the names of all registered models, sorted."""
     names, page_token = [], None
     while True:
         models = tracker.client.search_registered_models(page_token=page_token)
@@ -174,7 +175,7 @@ def _found(what: str) -> Iterator[None]:
 
 
 def file_digests(folder: Path) -> dict[str, str]:
-    """Return path below the folder -> sha256, for all files but those that a download adds."""
+    """Return path below the folder -> sha256, without the files that MLflow adds to a download."""
     digests = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name not in _OF_MLFLOW:
@@ -185,14 +186,16 @@ def file_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_digests(folder: Path) -> dict[str, str]:
-    """Return `file_digests`, MLmodel's without ids and time: equal if registered again."""
+    """Return `file_digests`, but for MLmodel the digest of its fields without ids and time.
+    Equal models have equal results, also if one is registered again.
+    """
     digests = file_digests(folder)
     path = folder / MLMODEL
     return {**digests, MLMODEL: _lasting(path.read_bytes())} if MLMODEL in digests else digests
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return a version's `lasting_digests`; empty if it has no tag FILES. Errors: LookupError."""
+    """Return the `lasting_digests` MLflow has of a version; {} if none. Errors: LookupError."""
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
@@ -212,7 +215,7 @@ def _lasting(mlmodel: bytes) -> str:
 
 
 def registered_files(store: RunStore, name: str, version: str) -> dict[str, str] | None:
-    """Return a version's `lasting_digests` from the commit that registered it, or None."""
+    """Return a version's `lasting_digests` from the commit that registered it; None without one."""
     commits = [
         commit
         for commit in store.heads(REGISTER)
@@ -226,7 +229,7 @@ def registered_files(store: RunStore, name: str, version: str) -> dict[str, str]
 
 
 def unregistered(name: str, version: str) -> str:
-    """Return the text for a version whose files cannot be checked."""
+    """Return the text that reports a version whose files cannot be checked."""
     return f"files of {name} version {version}, no store here has the commit that registered it"
 
 
@@ -239,11 +242,12 @@ def fetch_version(
     has_digests: bool = False,
     committed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Download a version's files below `folder`, and check their digests if there are any.
+    """Download a version's files below `folder` and return their folder.
 
     has_digests: refuse a version that was registered without digests.
-    committed: `lasting_digests` from the store, which writers to MLflow cannot change.
-    Result: the files' folder. Errors: LookupError if there is no such version; ModelChanged.
+    committed: `lasting_digests` from the store, which writers to MLflow cannot change, to check the
+    files by; None: they are checked by the digests that MLflow has, if any.
+    Errors: LookupError if there is no such version; ModelChanged.
     """
     from mlflow.artifacts import download_artifacts
 
@@ -271,7 +275,7 @@ def parse_model_uri(text: str) -> tuple[str, str]:
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """Return the version that `of` names, `@ALIAS` or a version. Errors: LookupError."""
+    """Return the version with the alias in `of`, or the number `of` itself. Errors: LookupError."""
     if not of.startswith("@"):
         return of
     version = alias_version(tracker, name, of[1:])
@@ -321,7 +325,7 @@ def check_files(digests: Mapping[str, str], wanted: Mapping[str, str], what: str
 
 
 def describe_version(tracker: Tracker, name: str, version: str, note: str) -> None:
-    """Write a version's description, unless a person changed the one we wrote."""
+    """Set a version's description to `note`, unless a person wrote or changed the present one."""
     model_version, note = _version(tracker, name, version), plain(note)
     ours = model_version.tags.get(NOTE_OURS, "")
     if is_replaceable(model_version.description or "", note, ours):
@@ -341,8 +345,8 @@ def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
 def _log_model(
     tracker: Tracker, run_id: str, model_dir: Path, name: str, tags: dict[str, str], step: int
 ) -> str:
-    """Log a model through the client, and return its id. `mlflow.transformers.log_model` would
-    change the process's active run and copy the run's metrics onto the model.
+    """Log a model through the client and return its id. Errors: ValueError without config.json.
+    `mlflow.transformers.log_model` would change the active run and copy its metrics to the model.
     """
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"{model_dir} holds no config.json; pass the folder of save_pretrained")
@@ -372,7 +376,7 @@ def _log_model(
 def save_flavor(
     model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str]
 ) -> None:
-    """Save a model's folder at `path` in MLflow's transformers format, without the hub."""
+    """Save the model of `model_dir` at `path` in MLflow's transformers format, without network."""
     import mlflow.transformers
     from huggingface_hub import ModelCard
     from mlflow.utils import requirements_utils
@@ -410,10 +414,10 @@ def save_flavor(
 
 
 def _load_tokenizer(model_dir: Path) -> Any:
-    """Load a tokenizer as it was trained.
+    """Load a folder's tokenizer by the class that the folder declares, if that is a generic one.
 
-    AutoTokenizer prefers the model family's class over the one the folder declares, and that class
-    rebuilds its own splitting of text: our own tokenizer would return other ids.
+    AutoTokenizer would prefer the class of the model's family, which splits text in its own way:
+    our own tokenizer would return other ids.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

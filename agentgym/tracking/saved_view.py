@@ -1,7 +1,7 @@
-"""The view with which MLflow's UI opens our experiment: its charts, its columns.
+"""Saved views of our experiment in MLflow's UI: charts and columns of its training runs.
 
-MLflow stores it as a tag of the experiment, `mlflow.sharedViewState.<id>`. Another tag records the
-digests of the views we wrote: one that a person changed or deleted stays as it is.
+MLflow stores a view as a tag of the experiment, `mlflow.sharedViewState.<id>`. Another tag records
+the digests of the views we wrote: one that a person changed or deleted stays as it is.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ COLUMNS = (
 
 
 def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the tags of views and description that an experiment lacks or has in an old form, and
-    their digests, without those that a person changed or deleted after us.
+    """Return the tags to set on experiment `name`: views, description, and OURS with their digests.
+    A tag is set if it is missing, or as we wrote it and out of date; not if a person changed or
+    deleted it. Empty if all are current. present: the experiment's tags.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
     wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
@@ -87,12 +88,12 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def is_replaceable(present: str, note: str, ours: str) -> bool:
-    """Return True if a note differs and the present one is missing or ours, by its sha256."""
+    """Return True if a note differs and the present one is missing, or ours by its sha256."""
     return present != note and (not present or sha256(present.encode()) == ours)
 
 
 def value_of(view: View) -> str:
-    """Return the text of a view's tag, which MLflow's own "Save view" would write."""
+    """Return the value of a view's tag, in the form that MLflow's "Save view" writes."""
     state = "deflate;" + base64.b64encode(zlib.compress(json.dumps(_state(view)).encode())).decode()
     return json.dumps({"name": view.name, "createdAt": CREATED_MS, "state": state})
 
@@ -118,7 +119,7 @@ def note_of_experiment(name: str) -> str:
 
 
 def _state(view: View) -> dict[str, Any]:
-    """Return a view's state of the page of runs, in the fields of MLflow's UI."""
+    """Return the state of MLflow's page of runs that a view restores."""
     sections = {title: f"agentgym-section-{i}" for i, title in enumerate(SECTIONS)}
     axis = {"xAxisKey": "metric" if view.axis else "step", "selectedXAxisMetricKey": view.axis}
     charts = [

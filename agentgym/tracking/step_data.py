@@ -42,7 +42,7 @@ class DatasetInput:
 
 
 def inputs_of(cfg: RunConfig, store: RunStore, manifest: Manifest) -> list[DatasetInput]:
-    """Return the data that a step read, by the splits its run prepared; empty for none."""
+    """Return the datasets that a step read, one per split; empty if no commit lists the splits."""
     prepared = prepared_by(store, manifest)
     if prepared is None:
         return []
@@ -51,7 +51,7 @@ def inputs_of(cfg: RunConfig, store: RunStore, manifest: Manifest) -> list[Datas
 
 
 def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
-    """Return this manifest, or its parent, that has the lists of splits; None if neither has."""
+    """Return the manifest that has the lists of splits: this one or a parent; None if neither."""
     if LISTS in manifest.blobs:
         return manifest
     parents = (
@@ -64,7 +64,7 @@ def prepared_by(store: RunStore, manifest: Manifest) -> Manifest | None:
 
 
 def _read(manifest: Manifest) -> Sequence[tuple[str, int | None]]:
-    """Return (split, number of items read; None: all) for a step's settings."""
+    """Return (split, number of items or None for all) for each split that a step read."""
     config = manifest.config
     if LISTS in manifest.blobs:
         return [(name, None) for name in SPLITS]
@@ -90,7 +90,7 @@ def _input(cfg: RunConfig, splits: Splits, name: str, num: int | None) -> Datase
 
 
 def dvc_revision(path: Path) -> str:
-    """Return the digest in a folder's DVC pointer file; empty if there is none."""
+    """Return the digest in a folder's DVC pointer file; empty if that is missing or unreadable."""
     pointer = path.with_name(f"{path.name}.dvc")
     try:
         tree: Any = yaml.safe_load(pointer.read_text(encoding="utf-8"))
@@ -107,7 +107,7 @@ OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags not i
 
 @functools.cache
 def source_tags() -> dict[str, str]:
-    """Return the tags that MLflow shows as source and author; without git, the package."""
+    """Return tags with the program's name and, where known, git commit, its changes, and user."""
     tags = dict(OURS)
     commit = _git("rev-parse", "HEAD")
     if commit:
@@ -121,7 +121,7 @@ def source_tags() -> dict[str, str]:
 
 @functools.cache
 def packages() -> bytes:
-    """Return a line `name==version` for each installed package."""
+    """Return the installed packages as text, a line `name==version` for each, sorted."""
     versions = {
         distribution.metadata["Name"].lower(): distribution.version
         for distribution in importlib.metadata.distributions()
@@ -156,7 +156,7 @@ ATTRIBUTES = ("mlflow.traceRequestId", "mlflow.spanType", "mlflow.spanInputs", "
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTrace:
-    """A trace as it is sent, in plain JSON types."""
+    """An episode's trace as it is sent to MLflow, in plain JSON types."""
 
     trace_id: str
     spans: tuple[dict[str, Any], ...]
@@ -170,7 +170,9 @@ class EpisodeTrace:
 
 
 def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajectory]:
-    """Return up to `count` valid episodes, as many successes as failures, drawn by `key` alone."""
+    """Return up to `count` valid episodes, drawn by `key` alone.
+    Half are successes, half failures; if there are too few of one kind, others take their place.
+    """
 
     def order(episode: Trajectory) -> str:
         return sha256(_name(episode, key).encode())
@@ -187,7 +189,7 @@ def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajecto
 def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
     """Return the trace of an episode. manifest: the commit whose record the episode is in."""
     trace_id = trace_id_of(manifest, episode).removeprefix("tr-")
-    # of a record without times, the commit's
+    # a record without times gets the time of its commit
     began = int(1e9 * (episode.timing.get("began_s", 0.0) or manifest.created_at))
     spans = list(_turns(episode, trace_id, began))
     end = max([began, *(span["end_time_unix_nano"] for span in spans)])
@@ -231,7 +233,7 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
 
 
 def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
-    """sha256 of the spans' names, inputs and outputs, in order of time; nothing else counts."""
+    """sha256 of the spans' names, inputs and outputs alone, in order of time."""
     shown = [
         [span["name"], *(json.loads(span["attributes"][name]) for name in ATTRIBUTES[2:])]
         for span in sorted(spans, key=lambda s: (s["start_time_unix_nano"], s["name"]))
@@ -240,9 +242,9 @@ def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
 
 
 def spans_of(spans: Sequence[Mapping[str, Any]]) -> list[list[Any]]:
-    """Return times, state and attributes, in order of time; `digest_of_spans` leaves them out.
+    """Return [name, start, end, status, events, attributes] of each span, in order of time.
 
-    Attributes are parsed: a server escapes their JSON in another way than a database.
+    Attributes' JSON is in one canonical form: a server escapes it differently than a database.
     """
     return [
         [
@@ -266,7 +268,7 @@ def _parsed(attribute: Any) -> str:
 
 
 def trace_id_of(manifest: Manifest, episode: Trajectory) -> str:
-    """Return the trace id of an episode in the record of this commit."""
+    """Return the id of an episode's trace. manifest: a commit of its step, whose key is used."""
     return f"tr-{sha256(_name(episode, manifest.key).encode())[:32]}"
 
 
@@ -330,5 +332,5 @@ def _name(episode: Trajectory, key: str) -> str:
 
 
 def _cut(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Return text cut to its end, without control characters, which some databases refuse."""
+    """Return a text's last `max_chars`, without control characters: some databases refuse these."""
     return plain(text if len(text) <= max_chars else f"... {text[-max_chars:]}")

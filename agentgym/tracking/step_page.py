@@ -1,5 +1,6 @@
-"""The MLflow page of a finished step, apart from its points: data, checkpoint as a logged model,
-table of outcomes, episodes as traces, a description. All of it is made from commits.
+"""The MLflow page of a finished step, made from its commits, apart from the points.
+
+It has data, the checkpoint as a logged model, a table of outcomes, traces and a description.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def show_step(
 
 
 def checkpoint_params(evaluation: Manifest) -> dict[str, str]:
-    """Return the parameters of an evaluated checkpoint's logged model."""
+    """Return the params of an evaluated checkpoint's logged model: `step` and `global_step`."""
     results = evaluation.results
     return {"step": str(results["checkpoint"]), "global_step": str(results["global_step"])}
 
@@ -79,13 +80,13 @@ def note_tags(note: str) -> dict[str, str]:
 
 
 def traces_of(store: RunStore, manifest: Manifest, count: int) -> list[EpisodeTrace]:
-    """Return traces of up to `count` episodes, drawn from a step's last commit with episodes."""
+    """Return the traces of up to `count` episodes, drawn from a step's last commit that has any."""
     last, episodes = episodes_of(store, manifest)
     return [trace_of(last, episode) for episode in drawn(episodes, manifest.key, count)]
 
 
 def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Trajectory]]:
-    """Return a step's last commit with episodes, and these; (manifest, []) without any."""
+    """Return (a step's last commit with episodes, its episodes); (manifest, []) without one."""
     for commit in reversed(store.history(manifest.step, manifest.key)):
         if TRAJECTORIES in commit.records:
             return commit, decode_trajectories(store.read(commit, TRAJECTORIES))
@@ -93,12 +94,12 @@ def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Tra
 
 
 def is_evaluated(manifest: Manifest) -> bool:
-    """Return True for a step whose page has a checkpoint's numbers and a table of outcomes."""
+    """Return True for the step of an evaluation, whose page also has a model and a table."""
     return RESULT in manifest.blobs and "summary" in manifest.results
 
 
 def table_of(store: RunStore, manifest: Manifest) -> bytes:
-    """Return the table of outcomes as it is stored among the artifacts."""
+    """Return the JSON text of `outcomes_table` for an evaluation's commit."""
     table = outcomes_table(json.loads(store.read(manifest, RESULT)))
     return json.dumps(table, separators=(",", ":")).encode()
 
@@ -109,7 +110,9 @@ def table_tags(paths: Iterable[str]) -> dict[str, str]:
 
 
 def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """Return item -> success of a result's slots, greedy first; None: it does not count."""
+    """Return item's id -> success (0 or 1) of each of its episodes, the greedy one first.
+    None: the episode does not count. result: the content of RESULT.
+    """
     rows: dict[str, list[float | None]] = {}
     for row in result["slots"]:
         slot = dict(zip(result["columns"], row, strict=True))
@@ -119,7 +122,7 @@ def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for each item of a result's file, in MLflow's format of tables."""
+    """Return a table in MLflow's format: `columns`, and `data` with a row for each item."""
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [
@@ -130,7 +133,7 @@ def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe(tracker: Tracker, run_id: str, note: str) -> None:
-    """Write a run's description, unless a person changed the one we wrote."""
+    """Set a run's description to `note`, unless a person wrote or changed the present one."""
     tags = tracker.client.get_run(run_id).data.tags
     if is_replaceable(tags.get(NOTE, ""), plain(note), tags.get(NOTE_OURS, "")):
         tracker.set_tags(run_id, note_tags(note))
@@ -176,7 +179,7 @@ def note_of_pipeline(
 
 
 def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
-    """Return a comparison's description, cut to fit, with figures from its artifacts."""
+    """Return a comparison's description: `text`, cut to MAX_NOTE, and links to its figures."""
     pictures = [
         f"![{path}](get-artifact?path={quote(path)}&run_uuid={run_id})"
         for path in sorted(files)

@@ -1,1 +1,1 @@
-"""`agentgym view`: what the agent did, token by token, as pages. It only reads the store."""
+"""Pages of `agentgym view`: episodes, token by token, and comparisons. They only read the store."""

@@ -1,4 +1,4 @@
-"""Routes and error pages of the viewer. No route opens a file by a name from an address."""
+"""Routes and error pages of the viewer. No route uses a part of an address as a file's path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ THREADS = 8  # threads that render pages; each has its own connection to the ind
 
 
 def make_app(viewer: Viewer) -> FastAPI:
-    """Return the application with all pages of a viewer; it ends live games at its shutdown."""
+    """Return the application that serves a viewer's pages. Its shutdown ends games under way."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +78,7 @@ def make_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Add handlers that show known errors as pages with a status, and empty a damaged index."""
+    """Add handlers that show known errors as pages; if the index is damaged, they also empty it."""
 
     def answers(
         kind: type[Exception], status: int, title: str, hint: str = ""

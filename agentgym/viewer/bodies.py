@@ -1,4 +1,4 @@
-"""Whole episodes, read from the store for a page, each checked against its row in the index."""
+"""Reader of whole episodes from the store. Each is checked against its row in the index."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentgym.store.runstore import FOLDER, RunStore
 from agentgym.types import Trajectory
 from agentgym.viewer.index import FILES, TOKENIZER, Address, Index
 
-_HELD = 4  # tokenizers kept in memory, and files of episodes
+_HELD = 4  # tokenizers kept in memory, and also files of episodes
 _MAX_HELD = 16 * 2**20  # bytes of a file that is kept; a larger one is read again each time
 
 
@@ -57,11 +57,11 @@ class Bodies:
         self._held = lru_cache(_HELD)(self._content)
 
     def steps(self) -> dict[int, sqlite3.Row]:
-        """Return number in the index -> row, for every step, removed ones included."""
+        """Return id in the index -> row, for every step, also those gone from the store."""
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> IndexedEpisode:
-        """Read an episode. Errors: Gone, DigestMismatch, BlobMissing, RecordError."""
+        """Read the episode at an address. Errors: Gone if not indexed; else those of `read`."""
         reader = self._index.reader
         step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
         if step is None:
@@ -121,7 +121,9 @@ class Bodies:
         return None
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
-        """Return the tokenizer in a step's newest commit, if it is the wanted one; else None."""
+        """Return the tokenizer in a step's newest commit; None if there is none.
+        wanted: the tokenizer's digest; None is returned for another one. Empty: any digest.
+        """
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
             (step["id"], step["head"]),
@@ -138,7 +140,9 @@ class Bodies:
         return self._tokenizers[digest]
 
     def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
-        """Return an evaluation's identity: the settings of `agentgym evaluate`, else the plan's."""
+        """Return the settings that identify an evaluation: its step's settings.
+        For an evaluation of a run, return its plan's identity instead, if the index lists the plan.
+        """
         try:
             plan = json.loads(self.file(step, 0, PLAN))
         except KeyError:  # an earlier version wrote no plan: use the step's settings
@@ -148,7 +152,7 @@ class Bodies:
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Return a commit's verified file. Errors: KeyError; BlobMissing, DigestMismatch."""
+        """Return a commit's verified file. Errors: KeyError, BlobMissing, DigestMismatch."""
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()

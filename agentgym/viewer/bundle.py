@@ -1,5 +1,6 @@
-"""Addresses of pages on a server and in the files of a bundle, and the export of episodes: as JSON
-lines, and as pages that open from a file.
+"""Export of episodes as JSON lines, or as a bundle: a folder of pages that need no server.
+
+The addresses of pages differ between a running server (`Served`) and a bundle (`Bundled`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from agentgym.viewer.viewer import Viewer
 
 
 class Served:
-    """Addresses on a running server."""
+    """Addresses of pages and files on a running server."""
 
     def home(self) -> str:
         return "/"
@@ -37,19 +38,19 @@ class Served:
         return f"/episodes?{query.text}" if query.text else "/episodes"
 
     def episode(self, address: str, query: Query | None = None) -> str:
-        """Return an episode's address; query: the list it is opened from, for its neighbors."""
+        """Return an episode's address. query: the list that its links to neighbors follow."""
         return f"/e/{address}{asked(list=query.text) if query else ''}"
 
     def text(self, address: str, turn: int, part: str) -> str:
         return f"/e/{address}/text/{turn}/{part}"
 
     def picture(self, address: str, turn: int) -> str:
-        """Return a picture's address. address: of an episode, or `play/` and a game."""
+        """Return the address of a turn's picture. address: an episode's, or `play/GAME`."""
         where = address if address.startswith("play/") else f"e/{address}"
         return f"/{where}/picture/{turn}"
 
     def group(self, address: str) -> str:
-        """Return the address of the page with all samples of an episode's item in its step."""
+        """Return the address of the page with all samples of an episode's item in its commit."""
         return f"/e/{address}/group"
 
     def item(self, item: str) -> str:
@@ -69,14 +70,15 @@ class Served:
 
 
 class Bundled:
-    """Relative addresses within a bundle: its list of episodes for all general pages and lists,
-    and an empty address for any other page or picture that the bundle does not have.
+    """Relative addresses within a bundle.
+    Lists and general pages lead to `index.html`. The address of any other page or picture that
+    the bundle does not have is empty.
     """
 
     def __init__(
         self, episodes: Mapping[str, str], pictures: Mapping[tuple[str, int], str], root: str = ""
     ) -> None:
-        """Map addresses of episodes and (address, turn) of pictures to files below `root`."""
+        """Map addresses of episodes, and (address, turn) of pictures, to files below `root`."""
         self._episodes, self._pictures, self._root = episodes, pictures, root
 
     def home(self) -> str:
@@ -93,7 +95,7 @@ class Bundled:
         return f"{self._root}{file}" if file else ""
 
     def nothing(self, *_: object) -> str:
-        """Return the empty address of a page that no bundle has."""
+        """Return an empty address: no bundle has this page."""
         return ""
 
     text = group = item = training = compare = nothing
@@ -111,7 +113,7 @@ CHUNK = 200  # episodes read at a time
 
 
 def add_export(app: FastAPI, viewer: Viewer) -> None:
-    """Add `/export.jsonl` and `/bundle.zip`, which take a list's query."""
+    """Add `/export.jsonl` and `/bundle.zip`, downloads of the episodes that match a query."""
 
     @app.get("/export.jsonl")
     def lines(request: Request) -> StreamingResponse:
@@ -134,7 +136,9 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
 
 
 def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    """Yield a JSON line for each episode: address, stage, and the record or an error."""
+    """Yield a JSON line per episode: `address`, `stage` and the fields of its record.
+    An episode that cannot be read has the keys `address` and `error` alone.
+    """
     for first in range(0, len(rows), CHUNK):
         # in the store's order, so that a file is read once
         part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
@@ -200,7 +204,7 @@ def _episode(
 
 
 def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
-    """Write the files of a bundle below `folder`. Result: the number of episodes."""
+    """Write the bundle of a query below `folder`. Return the number of its episodes."""
     count = 0
     for name, content in bundle(viewer, query):
         count += name.startswith("e/")
@@ -209,7 +213,7 @@ def write_bundle(viewer: Viewer, query: Query, folder: Path) -> int:
 
 
 def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
-    """Write up to MOST_LINES episodes to `file` as JSON lines. Result: their number."""
+    """Write up to MOST_LINES episodes of a query to `file` as JSON lines. Return their number."""
     rows = viewer.lists.all(query, MOST_LINES)
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("wb") as output:

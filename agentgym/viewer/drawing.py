@@ -75,7 +75,7 @@ NOTHING = Drawing("none")
 
 
 def drawing_of(shot: Shot | None) -> Drawing:
-    """Return the richest drawing that a shot allows, else its picture or text, or nothing."""
+    """Return the state parsed from a shot, else its picture or text; NOTHING if it has no data."""
     if shot is None or not shot.media_type:
         return NOTHING
     if shot.media_type == "image/png":
@@ -97,7 +97,7 @@ def drawing_of(shot: Shot | None) -> Drawing:
 
 
 def png_text(data: bytes, name: str) -> str:
-    """Return the text that a PNG has under a keyword (tEXt). Errors: KeyError without it."""
+    """Return the text that a PNG stores under a keyword (tEXt chunk). Errors: KeyError."""
     offset, prefix = len(_PNG), name.encode() + b"\0"
     while offset + 8 <= len(data):
         size, kind = struct.unpack(">I4s", data[offset : offset + 8])
@@ -145,7 +145,7 @@ def _craft(text: str) -> Drawing:
 
 
 def _indented(lines: Sequence[str]) -> tuple[Node, ...]:
-    """Return the tree of lines indented by two spaces per level."""
+    """Return the trees of lines indented by two spaces per level. Text after `: ` is the note."""
     open_at: list[list[Node]] = [[]]  # children so far, by open level
     for line in reversed(lines):  # bottom up: children come before their parent
         depth = min((len(line) - len(line.lstrip())) // 2, MAX_DEPTH)
@@ -206,9 +206,9 @@ _LINE = re.compile(r"(?P<indent>\s*)\[(?P<id>\d+)\] (?P<role>\w+) (?P<rest>.*)")
 
 
 def accessibility(text: str) -> list[tuple[int, str, str, str]]:
-    """Return the lines of WebArena's observation as (depth up to 8, element, role, rest).
+    """Return the lines of a WebArena observation as (depth from 0 to 8, element's id, role, rest).
 
-    Lines that are no element have neither element nor role.
+    A line that describes no element is returned whole as `rest`, with depth 0 and empty texts.
     """
     lines = []
     for line in text.splitlines():

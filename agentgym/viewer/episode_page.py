@@ -45,9 +45,9 @@ class TurnView:
     record: Turn
     info: str
     tree: list[tuple[int, str, str, str]]  # accessibility tree; empty: plain text
-    before: list[Token]
-    own: list[Token]
-    after: list[Token]
+    before: list[Token]  # of the first prompt; empty from turn 2 on
+    own: list[Token]  # of the action
+    after: list[Token]  # up to the next action
 
 
 def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
@@ -113,8 +113,8 @@ def episode_page(
     """Return the template context of an episode's page.
 
     overlay: one of OVERLAYS or empty; first, max_turns: number of the first turn, and how many.
-    listed: query of the list that the page was opened from; words: marked, by default the query's.
-    Errors: BadQuery.
+    listed: query of the list that the page was opened from; words: to mark; empty: the query's.
+    Errors: BadQuery for an unknown overlay or a bad query.
     """
     episode = entry.episode
     known = available(episode)
@@ -162,7 +162,7 @@ def episode_page(
 def turn_views(
     viewer: Viewer, entry: IndexedEpisode, overlay: str, numbers: range
 ) -> list[TurnView]:
-    """Return the views of the turns with these numbers, from 1; with tokens if `overlay` is set."""
+    """Return the views of these turns, numbered from 1; without tokens if `overlay` is empty."""
     episode, shown = entry.episode, None
     if overlay:
         tokenizer = viewer.bodies.tokenizer(entry.step)
@@ -203,7 +203,7 @@ def turn_views(
 
 
 def facts_of(entry: IndexedEpisode) -> list[tuple[str, str]]:
-    """Return an episode's facts other than its turns, as (name, value)."""
+    """Return an episode's known facts, for example its step and its reward, as (name, text)."""
     row, episode, step = entry.row, entry.episode, entry.step
     usage, timing = episode.usage, episode.timing
     facts = {
@@ -230,7 +230,7 @@ _TIMES = (("policy", "generate_s"), ("environment", "env_s"), ("in all", "wall_s
 
 
 def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
-    """Return (what a replay would call or read, "") or ("", why none can be made)."""
+    """Return (addresses, paths and variables a replay would use, "") or ("", why it cannot run)."""
     try:
         env = environment_of(config_of(entry.step["config"]), entry.episode.item.env)
         return asked_of(viewer.servers.known(env)), ""
@@ -239,7 +239,7 @@ def _would_use(viewer: Viewer, entry: IndexedEpisode) -> tuple[str, str]:
 
 
 def _neighbours(viewer: Viewer, entry: IndexedEpisode, query: Query | None) -> list[str]:
-    """Return the addresses of the episodes before and after this one in a list; empty for none."""
+    """Return the addresses of the previous and the next episode in a query's list; "" for none."""
     if query is None:
         return ["", ""]
     steps = viewer.bodies.steps()

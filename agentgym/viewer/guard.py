@@ -42,7 +42,7 @@ class Guard:
     def __init__(self, app: ASGIApp, hosts: Collection[str], port: int, token: str = "") -> None:
         """Guard `app` on a port.
 
-        hosts: names by which this server is reached.
+        hosts: names by which browsers reach this server.
         token: password of the login, also accepted as a bearer token; empty: no login.
         """
         self._app, self._token = app, token
@@ -83,7 +83,7 @@ class Guard:
 
 
 def has_login(headers: Headers, *known: bytes) -> bool:
-    """Return True for one Authorization header with one of these values, in constant time."""
+    """Return True if the one Authorization header has one of these values, in constant time."""
     credentials = headers.getlist("authorization")
     return len(credentials) == 1 and any(
         hmac.compare_digest(credentials[0].encode(), login) for login in known
@@ -91,7 +91,7 @@ def has_login(headers: Headers, *known: bytes) -> bool:
 
 
 def after_login(host: str) -> Response:
-    """Return a redirect to /, spelled out: fetch() rejects a URL that contains a login."""
+    """Return a redirect to / by an absolute URL without a login: fetch() rejects one with it."""
     return RedirectResponse(f"http://{host}/", 303)
 
 

@@ -41,7 +41,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True, slots=True, order=True)
 class Address:
-    """Location of an episode in the store; its text is a permanent name, in any index."""
+    """Location of an episode in the store. Its text names the episode in every index."""
 
     folder: str  # of the step in the store
     seq: int  # of the commit
@@ -53,7 +53,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse an address's text. Errors: ValueError."""
+        """Parse an address's text. Errors: ValueError if it is no address."""
         match = _ADDRESS.fullmatch(text)
         if not match or not FOLDER.fullmatch(match["folder"]):
             raise ValueError(f"{text[:80]!r} names no episode")
@@ -102,9 +102,9 @@ COLUMNS = tuple(column.name for column in fields(Row))
 
 
 def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float) -> Row:
-    """Return the row of a record.
+    """Return the row of an episode's record.
 
-    location: the first six columns; committed: time of its commit, for records without times.
+    location: the first six columns; committed: time of its commit, for a record without times.
     Errors: KeyError, TypeError, ValueError if it is no record.
     """
     item, turns = record["item"], record["turns"]
@@ -151,13 +151,13 @@ def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float)
 
 
 def config_of(text: str | None) -> dict[str, Any]:
-    """Return a step's settings from their text in the index."""
+    """Return a step's settings from their JSON text in the index; {} if it is no JSON object."""
     config = json.loads(text or "{}")
     return config if isinstance(config, dict) else {}
 
 
 def words_of(record: Mapping[str, Any]) -> str:
-    """Return all text of an episode for the search, cut at MAX_TEXT and MAX_TEXTS."""
+    """Return an episode's text for the search; each piece is cut at MAX_TEXT, all at MAX_TEXTS."""
     pieces, room = [], MAX_TEXTS
     for text in _texts(record):
         piece = text[: min(MAX_TEXT, room)]
@@ -225,14 +225,17 @@ CREATE VIRTUAL TABLE words USING fts5(text, content='', columnsize=0);
 
 
 class IndexDamaged(RuntimeError):
-    """The file cannot be read as it is; opening it again rebuilds it."""
+    """Error for an index file that is missing or unreadable; its writer rebuilds it."""
 
 
 class Index:
-    """The open index file. `reader` is a read-only connection of the calling thread."""
+    """The open index file. `writes` is True in the one process that may change it."""
 
     def __init__(self, path: Path, root: str) -> None:
-        """Open the index of the store at `root`; its writer builds it if needed."""
+        """Open the file at `path` as the index of the store at `root`.
+        The first process that opens it becomes its writer, which makes an empty file if there is
+        none, or if it is damaged or of another schema or store.
+        """
         self.path, self._root = path, root
         self._local = threading.local()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,7 +246,7 @@ class Index:
 
     @staticmethod
     def place(folder: Path, root: str) -> Path:
-        """Return the path of the index of a store."""
+        """Return the path in `folder` of the index of the store at `root`."""
         return folder / f"index-{sha256(root.encode())[:12]}.sqlite"
 
     @property
@@ -266,7 +269,9 @@ class Index:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Open a transaction: committed after the block, undone by an error of the block."""
+        """Open a transaction: committed after the block, undone if the block raises.
+        Errors: IndexDamaged for an error of SQLite.
+        """
         assert self.writes, "another process writes this index"
         connection = self._connect("rw")
         try:
@@ -278,7 +283,7 @@ class Index:
             connection.close()
 
     def close(self) -> None:
-        """Mark the file as undamaged and release the lock, if this process has the lock."""
+        """Release the writer's lock and mark the file as closed, if this process is the writer."""
         if self.writes:
             with contextlib.suppress(IndexDamaged), self.writing() as connection:
                 connection.execute("UPDATE meta SET value = '' WHERE name = 'open'")
@@ -304,7 +309,7 @@ class Index:
         return connection
 
     def _claim(self) -> IO[bytes] | None:
-        """Take the writer's lock for this process's lifetime. Return None if it is taken."""
+        """Take the writer's lock. Return its open file, or None if another process has it."""
         lock = self.path.with_suffix(".lock").open("ab")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -314,7 +319,7 @@ class Index:
         return lock
 
     def _is_sound(self) -> bool:
-        """Mark an undamaged file of this schema and store as open. Return False for others."""
+        """Return True for an undamaged file of this schema and store, and mark it as open."""
         if not self.path.exists():
             return False
         try:
@@ -341,7 +346,7 @@ class Index:
             return False
 
     def remake(self) -> None:
-        """Empty the index, whose writer this process must be; readers reconnect."""
+        """Replace the file by an empty index, as its writer; this process's readers then use it."""
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.path.touch(mode=0o600)

@@ -32,7 +32,7 @@ COLUMNS = (  # sort key, title, CSS class
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """A step of a run, in a list."""
+    """A step of a run, as the list of runs shows it."""
 
     name: str
     done: bool
@@ -41,7 +41,7 @@ class StepRow:
 
 @dataclass(frozen=True, slots=True)
 class RunRow:
-    """A run, in a list."""
+    """A run, as the list of runs shows it."""
 
     name: str
     about: str
@@ -94,7 +94,7 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
-    """Return the template context of a page of episodes."""
+    """Return the template context of one page of a query's list of episodes. Errors: BadQuery."""
     page = viewer.lists.page(query)
     form_fields = ("q", "item", *RANGE_COLUMNS, "after", "before")
     return {
@@ -116,7 +116,7 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
-    """Return the viewer's runs that have episodes, newest first."""
+    """Return a row for each of the viewer's runs that has episodes, newest first."""
     reader = viewer.index.reader
     counts: dict[int, list[tuple[str, int, int]]] = {}
     for step_id, env, _, _, status, _, _, _, n in viewer.lists.counts():
@@ -166,7 +166,9 @@ def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """Return (mean success, coverage) of the newest weights' finished evaluation; None without."""
+    """Return (mean success, coverage) of the newest weights' finished evaluation.
+    Both are None without one; the mean also if no success rate was measured.
+    """
     finished = [
         (results.get("global_step", 0), step["created"], results)
         for step in steps
@@ -181,14 +183,14 @@ def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float
 
 
 def _mean(summary: Mapping[str, Any]) -> float | None:
-    """Return a summary's mean success: sampled if measured, else greedy; None without either."""
+    """Return a summary's mean success: of samples if measured, else greedy; None without either."""
     sampled = next((name for name in summary if name.startswith("avg_at_")), "greedy")
     interval = summary.get(sampled) or summary.get("greedy")
     return float(interval["mean"]) if interval else None
 
 
 def _about(steps: list[sqlite3.Row]) -> str:
-    """Return a line on the newest training (recipe, horizon, seed) or the evaluated policy."""
+    """Return a line on the newest training (recipe, horizon, seed) or evaluated policy; else ""."""
     for step in reversed(steps):
         config = config_of(step["config"])
         if "algorithm" in config:

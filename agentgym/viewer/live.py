@@ -55,7 +55,7 @@ MAX_TASK = 2**53
 
 
 class Person(TextPlayer):
-    """Player for a person, who types the actions."""
+    """Player for a person: its next action is the text in `typed`."""
 
     def __init__(self) -> None:
         self.typed = ""
@@ -66,7 +66,7 @@ class Person(TextPlayer):
 
 @dataclass
 class Game:
-    """An episode under way, with its player and its session."""
+    """An episode that is being played, with its player and its session."""
 
     id: str
     env: EnvConfig
@@ -101,9 +101,10 @@ class Room:
         return entry
 
     async def begin(self, env: EnvConfig, task_id: int, player_name: str) -> Game:
-        """Start a game: its environment server if needed, its player and a session. Return it.
+        """Start a game and return it, with a session on the item and an environment server.
 
-        Idle games are ended first. Errors: ConfigError, Missing, EnvError, ValueError.
+        player_name: YOU, or a policy as `agentgym evaluate` accepts it. Idle games are ended first.
+        Errors: ConfigError, also for too many games; Missing, EnvError, ValueError.
         """
         await self._make_room()
         cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
@@ -121,7 +122,7 @@ class Room:
                 lambda: stack.enter_context(self._servers.use(env, expert=expert))
             )
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
-            guides = await pools.check([env], allow_expert=True)  # nothing is learned here
+            guides = await pools.check([env], allow_expert=True)  # no training uses these episodes
             env_instructions = told_by(guides, protocol)
             item, key = Item(env.name, task_id, "play"), f"play-{secrets.token_hex(8)}"
             session = await stack.enter_async_context(pools.session(item, key))
@@ -149,7 +150,9 @@ class Room:
         return game
 
     async def act(self, game: Game, action: str) -> None:
-        """Play one turn, by a person the typed action; an error ends the game and is its reason."""
+        """Play one turn, unless the game is over. action: a person's; a policy ignores it.
+        A failure of environment or player, or a timeout, ends the game and is stored in `over`.
+        """
         async with game.lock:
             if game.over:
                 return
@@ -182,7 +185,7 @@ class Room:
         await self._look(game)
 
     async def _look(self, game: Game) -> None:
-        """Store the actions that are possible now as a person's hints, if the game lists them."""
+        """Set `game.hints`: for a person the possible actions if the environment lists them."""
         game.hints = []
         if game.by_hand and not game.over and hasattr(game.session, "hints"):
             with contextlib.suppress(EnvError):
@@ -278,9 +281,9 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """Return label -> the configured environments, those of runs, and this project's own.
+    """Return label -> environment to play on: the configured ones, those of runs, our own.
 
-    withheld: receives the reasons why environments of runs are not offered.
+    withheld: gets the reasons why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld
     by_label = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
@@ -304,7 +307,7 @@ def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str,
 
 
 def _env(options: Any) -> EnvConfig | None:
-    """Return a native environment; None for others, which need servers from a configuration."""
+    """Return the environment of these settings; None if they are invalid, or it is not native."""
     if not isinstance(options, Mapping) or options.get("dialect", "native") != "native":
         return None
     try:

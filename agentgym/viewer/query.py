@@ -1,4 +1,4 @@
-"""Lists of episodes: the query, whose choices are all in the address, and the pages that match it.
+"""Lists of episodes: a query, which a page's address contains whole, and the pages of its matches.
 
 Values enter SQL only as parameters.
 """
@@ -33,12 +33,12 @@ AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
 
 
 class BadQuery(ValueError):
-    """The address is not a valid query; the text states what was expected."""
+    """Error for an address that is not a valid query. Its text states what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A choice of episodes, their order and the page."""
+    """A query for a list of episodes: filters, search words, order, and which page of the list."""
 
     facets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ranges: Mapping[str, str] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class Query:
     words: str = ""
     sort: str = "began"
     up: bool = False  # smallest first
-    after: str = ""  # value~id of the last row before the page,
-    before: str = ""  # or of the first row behind it
+    after: str = ""  # `value~id` of the row after which the page begins,
+    before: str = ""  # or of the row before which it ends; at most one of them is used
 
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> Self:
@@ -103,7 +103,7 @@ class Query:
         return urlencode(self.pairs())
 
     def toggled(self, facet: str, value: str) -> Query:
-        """Return the first page with this value of a facet chosen, or no longer chosen."""
+        """Return the query's first page with a facet's value added, or removed if it was chosen."""
         chosen = self.facets.get(facet, ())
         left = tuple(other for other in chosen if other != value)
         values = left if value in chosen else (*chosen, value)
@@ -111,11 +111,11 @@ class Query:
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """Return the first page in this order, largest first, or reversed if it was so already."""
+        """Return the first page in this order, largest first; reversed if it is so already."""
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
-        """Return the first page of the query with these changes."""
+        """Return the query's first page. changes: fields to replace."""
         return replace(self, after="", before="", **changes)
 
 
@@ -130,7 +130,7 @@ def bounds(name: str, text: str) -> tuple[float | None, float | None]:
 
 
 def asked(**names: str) -> str:
-    """Return the part of an address from the `?` on; empty without a value."""
+    """Return `?name=value&...` for the names with a value; empty if none has one."""
     pairs = {name: value for name, value in names.items() if value}
     return f"?{urlencode(pairs)}" if pairs else ""
 
@@ -157,7 +157,7 @@ MOST_MATCHES = 10_000  # of a search that are counted; `is_more` marks a larger 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of a facet."""
+    """One value of a facet, with its number of episodes."""
 
     name: str
     count: int
@@ -166,7 +166,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of episodes."""
+    """One page of a query's episodes, and the facets to filter them by."""
 
     rows: list[sqlite3.Row]
     facets: dict[str, list[Value]]
@@ -185,7 +185,7 @@ class Lists:
         self._stamp = ""
 
     def page(self, query: Query, size: int = PAGE) -> Page:
-        """Return one page of a query's episodes. Errors: BadQuery, IndexDamaged."""
+        """Return a query's page of up to `size` episodes. Errors: BadQuery, IndexDamaged."""
         reader, steps = self._index.reader, self._steps()
         counted, is_more = self._counts(query)
         facets, total = _facets(query, counted, steps)
@@ -207,7 +207,7 @@ class Lists:
         )
 
     def counts(self) -> list[tuple[Any, ...]]:
-        """Return rows of FACET_COLUMNS' values and the number of episodes that have them."""
+        """Return a row per combination of FACET_COLUMNS' values; last, its number of episodes."""
         return self._counts(Query())[0]
 
     def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
@@ -215,7 +215,7 @@ class Lists:
         return _rows(self._index.reader, query.first(), self._steps(), limit)
 
     def neighbours(self, query: Query, row: sqlite3.Row) -> tuple[sqlite3.Row | None, ...]:
-        """Return the rows (before, after) this one in a query's list; None at an end."""
+        """Return the rows (before, after) `row` in a query's list; None at an end."""
         reader, steps = self._index.reader, self._steps()
         whole, key = query.first(), _key(query, row)
         sides = [
@@ -225,7 +225,7 @@ class Lists:
         return tuple(rows[0] if rows else None for rows in sides)
 
     def _steps(self) -> dict[int, tuple[str, tuple[str, ...]]]:
-        """Return step -> (its name, its runs)."""
+        """Return id of a step -> (its name, names of its runs)."""
         reader = self._index.reader
         names = {row["id"]: row["name"] for row in reader.execute("SELECT id, name FROM steps")}
         runs: dict[int, list[str]] = {}
@@ -271,7 +271,10 @@ def _values(facet: str, row: tuple[Any, ...], steps: Mapping[int, Any]) -> tuple
 def _facets(
     query: Query, counted: Sequence[tuple[Any, ...]], steps: Mapping[int, Any]
 ) -> tuple[dict[str, list[Value]], int]:
-    """Return each facet's values, counted with only the other facets applied, and the total."""
+    """Return (facet -> its values, number of episodes that match the query).
+    A value's count applies the chosen values of the other facets alone. Chosen values are always
+    there, also with count 0. counted: rows of `Lists._counts`; steps: see `Lists._steps`.
+    """
     counts: dict[str, dict[str, int]] = {name: {} for name in FACETS}
     total = 0
     for row in counted:
@@ -297,7 +300,9 @@ def _facets(
 def _where(
     query: Query, steps: Mapping[int, tuple[str, tuple[str, ...]]], *, facets: bool = True
 ) -> tuple[str, list[Any]]:
-    """Return a query's SQL condition, with facets or without, and its values. Errors: BadQuery."""
+    """Return a query's WHERE clause (may be empty) and its values. Errors: BadQuery.
+    facets: False leaves the query's facets out.
+    """
     conditions, values = [], []
     for name, chosen in query.facets.items() if facets else ():
         wanted: list[Any] = list(chosen)
@@ -339,9 +344,10 @@ def _rows(
     before: str = "",
     few: bool = False,
 ) -> list[sqlite3.Row]:
-    """Return up to `limit` rows after the row `after`, or before `before`, the nearest first.
+    """Return up to `limit` rows of a query, starting at its page.
 
-    after, before: see Query. few: so few rows match that all of them are sorted.
+    after, before: override those of the query; with `before` the rows are in reverse order.
+    few: sort all matches; it is faster if there are few.
     """
     after, before = after or query.after, before or query.before
     key, up = SORTS[query.sort], query.up != bool(before)
@@ -372,6 +378,6 @@ def _number(sort: str, text: str) -> float | str:
 
 
 def _key(query: Query, row: sqlite3.Row) -> str:
-    """Return a row's place in a query's order, for `Query.after` and `Query.before`."""
+    """Return a row as `value~id` of the query's order, for `Query.after` and `Query.before`."""
     value = -1e300 if row[query.sort] is None else row[query.sort]  # as SORTS has it
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"

@@ -1,4 +1,4 @@
-"""Update of the index from the store: new commits are added, lost ones are removed."""
+"""Update of the index from the store: add new commits, remove those that the store lost."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store. delivered: MLflow's runs -> their (step, key)."""
+        """Connect an index with its store. delivered: see `tracking.deliver.delivered_steps`."""
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
         """Bring the index up to date with the store. Return counts of the changes.
 
-        on_count: called with the number of episodes added so far.
+        on_count: called after each commit with the number of episodes added so far.
         Errors: IndexDamaged; OSError of the store.
         """
         refreshed = Refreshed()
@@ -78,7 +78,7 @@ class Refresher:
         refreshed: Refreshed,
         on_count: Callable[[int], None],
     ) -> None:
-        """Index a changed step's new commits, or all if it was replaced; record problems."""
+        """Index a step's new commits, or all if it was replaced; record errors as problems."""
         match = FOLDER.fullmatch(folder)
         assert match is not None
         name, key = match["step"], match["key"]
@@ -117,7 +117,7 @@ class Refresher:
         _update_step(connection, step_id, commits[-1], mark)
 
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
-        """Index a commit, and record unreadable files as problems. Result: number of episodes."""
+        """Index a commit; record its unreadable files as problems. Return the episodes added."""
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
@@ -144,7 +144,9 @@ class Refresher:
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
     ) -> int:
-        """Index a file's episodes, or none. Errors: BlobMissing, DigestMismatch, RecordError."""
+        """Index all episodes of a file and return their number; none of a damaged file.
+        file: index into FILES. Errors: BlobMissing, DigestMismatch, RecordError.
+        """
         data, origin = self._store.read(commit, FILES[file]), (step_id, commit.seq, file)
         connection.execute("SAVEPOINT file")
         try:
@@ -164,7 +166,9 @@ class Refresher:
 
 
 def _rows(data: bytes, origin: tuple[int, int, int], committed: float) -> Iterator[tuple[Row, str]]:
-    """Yield (row, words) of each episode of a file. Errors: RecordError."""
+    """Yield (row, words) of each episode of a file. origin: (step id, seq, index into FILES).
+    Errors: RecordError for a line that is no episode.
+    """
     start, number = 0, 0
     try:
         for line in lines_of(io.BytesIO(data)):
@@ -207,9 +211,10 @@ def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, m
 
 
 def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
-    """Remove a step's episodes, commits and problems. Result: the number of episodes.
+    """Remove a step's episodes, commits and problems. Return the number of episodes.
 
-    Their words stay in the search table: row ids are never reused, so that no search finds them.
+    gone: stored as the step's state. The words stay in the search table, but no search finds them,
+    because row ids are never reused.
     """
     dropped = connection.execute("DELETE FROM episodes WHERE step_id = ?", (step_id,)).rowcount
     for table in ("commits", "problems"):
@@ -233,7 +238,7 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Name the runs: a run is a step that nothing builds on, with all its ancestors."""
+    """Rewrite the tables of runs. A run is a step that no other builds on, and its ancestors."""
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()
@@ -266,8 +271,8 @@ def _name_runs(
 def _name_of(
     leaf: sqlite3.Row, run_folders: set[str], delivered: Mapping[str, set[tuple[str, str]]]
 ) -> str:
-    """Return the name of the MLflow run that shares the most steps with the run that ends in
-    `leaf`, and has the leaf or no other steps; without such a run, the leaf's name and key.
+    """Return the name of the MLflow run that shares the most steps with the run ending in `leaf`.
+    It must have the leaf, or only steps of that run. Without one, return the leaf's name and key.
     """
     best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():

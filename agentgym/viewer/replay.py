@@ -1,7 +1,7 @@
-"""Environment servers for the viewer, started on first use and ended when idle, and replays of
-episodes on them, which draw the environment at each turn and compare it with the record.
+"""Environment servers for the viewer, started on first use and ended when idle, and replays.
 
-A replay is made once and stored; only the newest KEEP stay.
+A replay plays a recorded episode's actions again, draws the environment at each turn and compares
+it with the record. It is made once and stored; only the newest KEEP stay.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from agentgym.viewer.index import config_of
 
 logger = logging.getLogger(__name__)
 
-IDLE_S = 180.0  # of a server
+IDLE_S = 180.0  # after its last use a server is ended
 MAX_SESSIONS = 16  # of a server that the viewer starts
 SESSION_TTL_S = 1_800.0  # long, for a person who thinks
 LIMIT_S = 300.0  # of the replay of an episode
-MAX_WAITING = 8  # episodes
+MAX_WAITING = 8  # queued episodes
 MAX_SHOTS = 400  # per episode; later turns are compared and not drawn
 MAX_SHOT_BYTES = 2 * 1024 * 1024
-KEEP = 2_000  # episodes
+KEEP = 2_000  # replays
 
 
 class Missing(RuntimeError):
-    """An environment that cannot be used here; the text gives the reason and a remedy."""
+    """Error for an environment that cannot be used here. Its text gives the reason."""
 
 
 @dataclass
@@ -61,21 +61,21 @@ class _Open:
 
 
 class Servers:
-    """One server for each environment and its options."""
+    """Environment servers of the viewer: one for each environment with its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Prefer the endpoints that the viewer's owner configured, for the configured options."""
+        """Trust only the environments of `cfg`, the configuration of the viewer's owner."""
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
         self._lock = threading.Lock()  # locked while a server starts
-        self._counting = threading.Lock()  # locked only for moments
+        self._counting = threading.Lock()  # locked only while users are counted
 
     @contextlib.contextmanager
     def use(self, env: EnvConfig, *, expert: bool = False) -> Iterator[Sequence[str]]:
         """Yield the endpoints of an environment's server, started if there is none with these
         options; it continues to run until `end_idle` or `close`.
 
-        expert: a server that can also be asked for expert actions.
+        expert: the server must also give expert actions.
         Errors: Missing if the owner did not configure these options, or the server does not start.
         """
         # options from a store must not open anything the owner did not configure
@@ -95,7 +95,9 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints. Errors: Missing for other options."""
+        """Return the environment with the owner's endpoints, to be served on this machine.
+        Errors: Missing if its options name addresses, paths or variables the owner's do not name.
+        """
         try:
             trusted = owned_env(env, self._cfg.envs)
         except ConfigError as error:
@@ -103,7 +105,7 @@ class Servers:
         return trusted.model_copy(update={"deploy": "local", "replicas": "auto"})
 
     def end_idle(self, than_s: float = IDLE_S) -> None:
-        """End the servers that were not used for `than_s` seconds."""
+        """End the servers that have no user and were last used `than_s` seconds ago or earlier."""
         with self._lock, self._counting:
             now = self._clock()
             for key, server in list(self._open.items()):
@@ -139,7 +141,7 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return an environment with the options of a step's settings. Errors: Missing."""
+    """Return an environment with the options that a step's settings give it. Errors: Missing."""
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
@@ -209,7 +211,7 @@ class Replays:
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
     def ask(self, entry: IndexedEpisode) -> bool:
-        """Queue a replay. Return False if MAX_WAITING others are queued."""
+        """Queue a replay, once per episode. Return False if MAX_WAITING others are queued."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
@@ -223,7 +225,7 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: IndexedEpisode) -> Replay:
-        """Return an episode's replay; play it first if it is not stored. Errors: TimeoutError."""
+        """Return an episode's replay, made first if none is stored. Errors: TimeoutError."""
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
@@ -304,12 +306,12 @@ def _source(name: str) -> str:
 async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) -> Replay:
     """Play an episode's actions again on a server and compare each answer with the record.
 
-    Result: whether they agree, and a drawing of the environment before the first action and after
-    each turn up to MAX_SHOTS. It ends early if the environment ends the task before the record.
+    Result: whether they agree, and a shot of the environment before the first action and after
+    each turn, drawn up to MAX_SHOTS. It ends early if the environment ends the episode earlier.
     Errors: EnvError; ValueError; TimeoutError after LIMIT_S.
     """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
-        await pools.check([env], allow_expert=True)  # nothing is learned here
+        await pools.check([env], allow_expert=True)  # no training uses these episodes
         async with pools.session(episode.item, f"view-{uuid.uuid4().hex}") as session:
             differs = _difference(
                 ("first observation", session.observation, episode.first_observation)
@@ -370,7 +372,7 @@ async def shot_of(session: object, turn: int, differs: str) -> Shot:
 
 
 def picture_of(shot: Shot | None, max_age_s: int = 0) -> Response:
-    """Return the picture of a shot; max_age_s: it may be cached. Errors: HTTPException 404."""
+    """Return a shot's PNG, to be cached for `max_age_s` seconds. Errors: HTTPException 404."""
     if shot is None or shot.media_type != "image/png":
         raise HTTPException(404)
     cached = {"Cache-Control": f"max-age={max_age_s}"} if max_age_s else {}

@@ -29,7 +29,7 @@ COUNTS = "reward IS NOT NULL"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One of several episodes side by side, compared with the first of them."""
+    """One of several episodes shown side by side, compared with the first of them."""
 
     found: IndexedEpisode
     parts: int | None  # first turn, from 1, whose action differs from the first column's, or None
@@ -46,7 +46,7 @@ class EpisodeColumns:
 
 
 def beside(entries: Sequence[IndexedEpisode]) -> EpisodeColumns:
-    """Return episodes as columns, compared with the first one."""
+    """Return episodes as columns that are compared with the first one."""
     actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
         Column(entry, parting(actions[0], turns) if index else None)
@@ -73,7 +73,7 @@ def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
 
 
 def group_of(reader: sqlite3.Connection, row: sqlite3.Row) -> list[sqlite3.Row]:
-    """Return all rows of this row's item in the same commit, file, split and temperature."""
+    """Return all samples of a row's item in its commit, file, split and temperature, in order."""
     return reader.execute(
         "SELECT * FROM episodes WHERE (item, step_id, seq, split, temperature, file)"
         " = (?, ?, ?, ?, ?, ?) ORDER BY sample, line",
@@ -100,7 +100,7 @@ class Attempts:
 def attempts_of(
     reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, limit: int
 ) -> list[Attempts]:
-    """Return the attempts at an item, oldest step first, from at most `limit` episodes."""
+    """Return the attempts at an item, oldest step first. limit: episodes that are read at most."""
     rows = reader.execute(
         "SELECT * FROM episodes WHERE item = ? ORDER BY step_id, seq, temperature, sample, id"
         " LIMIT ?",
@@ -158,7 +158,9 @@ def versus(
     after: sqlite3.Row,
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
-    """Return the paired comparison of two results; identities: see `Bodies.identity`."""
+    """Return the paired comparison of the results of two evaluation steps.
+    identities: settings of both, from `Bodies.identity`; if they differ, there is no decision.
+    """
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
         f" a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
@@ -198,7 +200,7 @@ def versus(
 
 
 def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
-    """Return a step's result; the last attempt at a slot counts."""
+    """Return a step's result from its rows. The last attempt at an item and sample counts."""
     slots: dict[tuple[str, int], Slot] = {}
     for row in reader.execute(
         "SELECT env, item, sample, family, reward, success FROM episodes WHERE step_id = ?"
@@ -295,7 +297,9 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
-    """Return the template context of two results; a, b: folders of steps. Errors: BadQuery."""
+    """Return the template context of `/compare`; without `a` or `b`, only the results to choose.
+    a, b: folders of evaluation steps. Errors: BadQuery for a folder that is none.
+    """
     steps = viewer.bodies.steps()
     known = results(steps)
     by_folder = {step["folder"]: step for step in known}
@@ -344,7 +348,7 @@ class DecisionRow:
 
 
 def decided(viewer: Viewer) -> list[DecisionRow]:
-    """Return up to 200 decisions, newest first; the error stands for an unreadable one."""
+    """Return up to 200 decisions, newest first. An unreadable one is a row with the error."""
     rows = viewer.index.reader.execute(
         "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
         " WHERE instr(files, ?) ORDER BY commits.created DESC LIMIT 200",
@@ -382,13 +386,13 @@ def _decision(tree: dict[str, Any]) -> DecisionRow:
 
 
 def _evaluation(version: Any) -> str:
-    """Return the folder of the evaluation that a version was judged by; empty if unknown."""
+    """Return the folder of the evaluation that judged a model version; empty if unknown."""
     judged = (version or {}).get("evaluation") or {}
     return f"{judged['step']}-{str(judged['key'])[:16]}" if {"step", "key"} <= judged.keys() else ""
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
-    """Return the template context of a run's training; empty run: the newest. Errors: BadQuery."""
+    """Return the template context of a run's training; run "": the newest. Errors: BadQuery."""
     reader = viewer.index.reader
     members: dict[str, list[int]] = {}
     for row in reader.execute(

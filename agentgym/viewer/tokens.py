@@ -69,7 +69,7 @@ def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
 
 
 def available(episode: Trajectory) -> list[str]:
-    """Return the overlays whose numbers are recorded."""
+    """Return the names of the overlays whose numbers the episode has, in the order of OVERLAYS."""
     tokens = numbers_of(episode).values()
     return [
         name
@@ -80,7 +80,7 @@ def available(episode: Trajectory) -> list[str]:
 
 
 def why_not_kept(episode: Trajectory) -> str:
-    """Return why the update's numbers are missing; empty if they are not."""
+    """Return why the episode lacks the update's numbers; empty if it has them."""
     learned = episode.learned or Learned()
     if not episode.input_ids:
         return "this player has no tokens"
@@ -95,7 +95,7 @@ def why_not_kept(episode: Trajectory) -> str:
 
 
 def spans(episode: Trajectory) -> list[tuple[int, int]]:
-    """Return a token span (begin, end) per turn, up to its action's end, and one for the rest."""
+    """Return the span (begin, end) of each turn's tokens (prompt, action), and that of the rest."""
     ends = [turn.end for turn in episode.turns]
     if not episode.input_ids:
         return [(0, 0)] * (len(ends) + 1)
@@ -116,7 +116,7 @@ class TokenView:
         self._oldest = min((token.version for token in numbers.values()), default=0)
 
     def span(self, begin: int, end: int) -> list[Token]:
-        """Return the tokens of a span, in order."""
+        """Return the tokens at the positions from `begin` to before `end`."""
         tokens = []
         for position in range(begin, end):
             numbers, token = self._numbers.get(position), self._ids[position]
@@ -127,7 +127,7 @@ class TokenView:
 
 
 def told(position: int, token: int, numbers: Numbers | None) -> str:
-    """Return a token's tooltip."""
+    """Return a token's tooltip: its position, its id and its recorded numbers."""
     pieces = [f"token {position}, id {token}"]
     if numbers is None:
         return f"{pieces[0]}, read and not sampled: not in the loss"
@@ -148,7 +148,7 @@ def told(position: int, token: int, numbers: Numbers | None) -> str:
 def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int) -> str:
     """Return the CSS class of a token's color; empty for none.
 
-    s1 to s8: the less likely, the stronger; n1 to n8 and p1 to p8: below and above the neutral;
+    s1 to s8: less likely, or of higher entropy; n1 to n8: below the neutral value, p1 to p8: above;
     v0 to v7: the version; m: sampled.
     largest: largest absolute advantage in the episode; oldest: oldest version in it.
     """

@@ -19,7 +19,7 @@ Share = tuple[int, int, int]  # step, successes, episodes
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart of lines over steps."""
+    """A chart of lines over optimizer steps, laid out in pixels of an SVG."""
 
     title: str
     lines: dict[str, list[Dot]]  # by name
@@ -62,7 +62,7 @@ def line_chart(
 
 @dataclass(frozen=True, slots=True)
 class HeatMap:
-    """Shares of successes by row over steps; a column may cover several steps."""
+    """Successes per row over optimizer steps; a column may cover several steps."""
 
     title: str
     rows: dict[str, list[Share]]  # name -> (column, successes, episodes), empty columns left out
@@ -137,7 +137,7 @@ class Training:
 
 
 def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training:
-    """Return the content of the training page for these steps of a run."""
+    """Return the content of the training page. step_ids: ids in the index of a run's steps."""
     marks = ", ".join("?" * len(step_ids))
     where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
     train = f"{where} AND split = 'train' AND temperature > 0"
@@ -164,7 +164,7 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
 
 
 def kind_of(visits: Sequence[Share]) -> str:
-    """Return the kind (see KINDS) of an item with these visits, in order."""
+    """Return the kind (see KINDS) of an item. visits: one or more, in order of training."""
     solved = [won > 0 for _, won, _ in visits]
     if len(solved) == 1:
         return "played once"

@@ -31,7 +31,7 @@ POLL_S, POLL_S3_S = 2.0, 20.0  # between two reads of the store
 
 @dataclass
 class Viewer:
-    """All open resources of the viewer. Use as `with`."""
+    """All open resources of the viewer. `with` also starts the thread that follows the store."""
 
     cfg: RunConfig
     store: RunStore
@@ -51,7 +51,7 @@ class Viewer:
 
     @classmethod
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
-        """Open the store and its index, built if needed. Errors: ConfigError without the store."""
+        """Open the store and its index, created if missing. Errors: ConfigError for a bad store."""
         store = open_store(cfg)
         folder, root = cfg.state_dir / FOLDER, store.root
         root = root if root.startswith("s3://") else str(Path(root).absolute())
@@ -69,7 +69,7 @@ class Viewer:
         )
 
     def refresh(self) -> Refreshed:
-        """Update index and leases, for the index's writer; a damaged index is rebuilt once."""
+        """Update index and leases, as the index's writer; a damaged index is rebuilt once."""
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
@@ -84,12 +84,12 @@ class Viewer:
         raise AssertionError
 
     def look_who_works(self) -> None:
-        """Read the leases of unfinished steps: a process that stops leaves no commit."""
+        """Read the leases of unfinished steps into `tenures`; they show which processes live."""
         rows = self.index.reader.execute("SELECT folder FROM steps WHERE done IS NOT 1")
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
     def why_stopped(self, run: str) -> str | None:
-        """Return why no process works on this run; None if one does."""
+        """Return the reason why no process works on this run; None if one does."""
         rows = self.index.reader.execute(
             "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
             " WHERE run = ? ORDER BY created",
@@ -142,13 +142,13 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close replays, servers and index of a viewer that was not entered by `with`."""
+        """Close replays, servers and index; the end of `with` does it, too."""
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
-        """Refresh until the viewer ends, keep the last error for display, end idle servers."""
+        """Refresh the index and end idle servers until the viewer ends; keep the last error."""
         pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:
