@@ -89,7 +89,7 @@ def evaluate_policy(
 ) -> Evaluated:
     """Play the missing episodes of an evaluation, score them and store the result.
 
-    The same question is answered from the store, and an interrupted evaluation is resumed.
+    A finished evaluation is returned from the store, and an interrupted one is resumed.
     tell: called before the first turn with the prompt settings of a model not trained here.
     Errors: ConfigError before anything starts; LeaseHeld if another process runs the evaluation.
     """
@@ -125,7 +125,9 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Return the request's protocol, else the run's, with its changes. Errors: ConfigError."""
+    """Return the protocol that the request names, else the run's, with the request's changes.
+    Errors: ConfigError.
+    """
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
@@ -198,7 +200,7 @@ def _evaluate(
 
 
 async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
-    """Raise ConfigError if an environment gives no hints: one session shows it for all episodes."""
+    """Raise ConfigError if an environment gives no hints in one session. Log other errors."""
     for first, *_ in items.values():
         try:
             async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
@@ -212,7 +214,7 @@ async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) ->
 def _policy(
     protocol: EvaluationProtocol, invited: Invited, rules: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the identity of a policy, and how its prompts differ from those of the protocol."""
+    """Return a policy's identity; `asked` has its prompts' changes to the protocol, if any."""
     differences = (
         {}
         if invited.contender.knows_rules

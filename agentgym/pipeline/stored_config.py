@@ -36,8 +36,8 @@ from agentgym.trust import outward
 if TYPE_CHECKING:
     from agentgym.evaluation.gate import Audited  # imports scipy, which is slow
 
-STEP = "runs"  # the name these records have among the steps of a store
-AUDITS, AUDIT = "audits", "audit.json"  # the same for audits, and their record
+STEP = "runs"  # step under which a store keeps configurations of runs
+AUDITS, AUDIT = "audits", "audit.json"  # step under which it keeps audits, and their record
 NO_AUDIT: Audited = {"audit": "none", "audit_note": ""}
 PARAMS = "params.yaml"
 # sections that only training reads; later commands on the run do not need them
@@ -131,7 +131,7 @@ def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Raise ConfigError that names how configuration, data or source differ from the run's."""
+    """Raise ConfigError unless `cfg`, its data and this source are the run's; name differences."""
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
         return
@@ -258,7 +258,7 @@ def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
 
 
 def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
-    """Return the audit fields of the gate's evidence.
+    """Return `audit` (none, passed or failed) and `audit_note` (a reason) for the gate's evidence.
 
     If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
     a stored audit count as long as the audited steps are in the store.

@@ -83,7 +83,9 @@ def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """Return the update's numbers, token by token; ratios take a score after the update."""
+    """Return the numbers of each action token of these sequences (indices in the batch). For the
+    ratios, the updated learner scores them again.
+    """
     if not sequences:
         return []
     assert experience.advantages is not None
@@ -250,7 +252,7 @@ def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
 def rollout_speed(
     trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
 ) -> dict[str, float]:
-    """Return speed metrics of rollouts; only the sampled tokens' rate without reported usage."""
+    """Return speed metrics of rollouts; without reported usage only time and sampled tokens/s."""
     num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     metrics = {
         "time/rollouts_s": seconds,
