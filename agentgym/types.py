@@ -91,7 +91,7 @@ class Sampling(NamedTuple):
     max_new_tokens: int = 16
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
-        """Raise ValueError if prompt or action is empty, or both exceed `context_tokens`."""
+        """Raise ValueError if prompt or action is empty, or together they exceed the context."""
         if not prompt_ids or self.max_new_tokens < 1:
             raise ValueError(
                 f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
@@ -174,11 +174,11 @@ class Delivery(Protocol):
         """The sender's digest of the weights, see `weights_digest`."""
 
     async def weights(self) -> dict[str, Tensor]:
-        """Receive the weights and return a copy by name; call it once. Errors: EngineMismatch."""
+        """Receive the weights once and return a copy. Errors: EngineMismatch, TransportBroken."""
 
 
 class Policy(Protocol):
-    """A model that samples tokens, for rollouts, evaluations and audits. Each engine has one."""
+    """A model that samples tokens, for rollouts, evaluations and audits. Engines implement it."""
 
     @property
     def version(self) -> int:

@@ -47,14 +47,14 @@ class Invited:
     cfg: RunConfig
 
     def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Return environment -> instructions that episodes begin with. rules: the servers' own."""
+        """Return environment -> instructions of its episodes. rules: the same, of its server."""
         if not self.contender.knows_rules:
             return instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
         return {env: rules[env] for env in names}
 
     def lines(self, rules: Mapping[str, str]) -> list[str]:
-        """Return lines of text on prompts and limits of a policy not trained here; else []."""
+        """Return a line per environment on the policy's prompts; [] if it was trained here."""
         instructions = self.instructions(rules)
         return (
             [] if self.contender.knows_rules else list(adapted_lines(self.protocol, instructions))
@@ -260,7 +260,7 @@ def export(
 
 
 def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
-    """Return a step's newest commit. run: see `export`. Errors: ConfigError without weights."""
+    """Return a step's newest commit. run: see `export`. Errors: ConfigError if without weights."""
     from agentgym.models.checkpoint import has_weights
 
     heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)

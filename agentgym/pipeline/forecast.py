@@ -78,7 +78,7 @@ class Forecast:
     commit_bytes: int
     weight_bytes: int  # of one checkpoint
     seconds: float | None  # None: the speed of the device is not known
-    speed: str  # what the seconds follow from
+    speed: str  # text on the measured or assumed speed of the device
     optimizer_bytes: int = 0  # of learner_bytes, with gradients
     activation_bytes: int = 0  # of learner_bytes, during an update
     cache_bytes: int = 0  # of engine_bytes, for keys and values
@@ -141,7 +141,7 @@ class Forecast:
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
-    """Estimate memory and time of a run; a CPU's speed is measured. commit: its bytes, if known.
+    """Estimate a run's memory and time, and measure a CPU's speed. commit: bytes of one, if known.
 
     Errors: ConfigError if the model's config.json is not on this machine.
     """

@@ -228,7 +228,7 @@ def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
     return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
 
 
-@functools.cache  # it takes a process, and is the same for every policy
+@functools.cache  # it starts a process, and the result is the same for every policy
 def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
     settings = EnvConfig.model_validate_json(env)
     try:
@@ -241,8 +241,8 @@ def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
     """Play an evaluation's actions again on the environments as they are now, and score them.
 
-    It is stored as an evaluation of its own; the result names the slots that changed.
-    Errors: ConfigError.
+    It is stored as an evaluation of its own; `changed` of the result lists other outcomes.
+    digest: the first digits of the evaluation's key. Errors: ConfigError.
     """
     store = open_store(cfg)
     head = find(store, digest)
@@ -273,7 +273,7 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
 
 
 def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
-    """Return (slot, before, after) of each slot whose result differs after another grading."""
+    """Return texts (slot, before, after) of each slot (item and sample) whose result differs."""
     changes = []
     for old, new in zip(before.slots, after.slots, strict=True):
         texts = [

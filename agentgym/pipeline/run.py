@@ -116,7 +116,7 @@ _looked: set[tuple[str, str]] = set()  # (MLflow, store) pairs that this process
 
 
 def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
-    """Bound a hub model's memory; once per process, close MLflow runs that dead processes left."""
+    """Tune memory for a hub model; once per process, close MLflow runs that dead processes left."""
     if cfg.model.source == "hub":
         gc.collect()  # the last step's models may be in reference cycles
         return_memory()
@@ -167,7 +167,7 @@ def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[R
         def named(env: EnvConfig) -> EnvConfig:
             if env.deploy != "kubernetes":
                 return env
-            room = max(env.max_sessions, cfg.rollout.concurrency)  # a name stands for all servers
+            room = max(env.max_sessions, cfg.rollout.concurrency)  # one address for all servers
             there = {"deploy": "local", "replicas": "auto", "keep": False, "max_sessions": room}
             urls = tuple(str(endpoint) for endpoint in endpoints[env.name])
             return env.model_copy(update={**there, "endpoints": urls})
@@ -284,7 +284,7 @@ def run_when_free(
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Verify a finished step's content, and bring MLflow up to date. Errors: DigestMismatch."""
+    """Verify a finished step's content, then `deliver`. Errors: DigestMismatch, BlobMissing."""
     store.verify(manifest)
     deliver(cfg, store, step, manifest)
 

@@ -56,7 +56,7 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:
-    """Return the record of a run; None if the store has none. name: r and the first digits.
+    """Return the record of a run, None without one. name: r and the first digits of its key.
 
     Errors: ConfigError if several runs begin with these digits, or the record was changed.
     """
@@ -99,7 +99,7 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer; operational ones (addresses, ...) are the owner's."""
+    """Return a run's settings for `load_config`; operational ones (addresses, ...) are of `cfg`."""
     semantic = _without_own(semantic, RunConfig)
     owned_envs = {env.name: env for env in cfg.envs}
 

@@ -90,7 +90,7 @@ class StepReader:
         return self.store.read(manifest, name)
 
     def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
-        """Return the tensors of a commit, not yet read. Errors: KeyError."""
+        """Return a commit's tensors of this name, not yet read. Errors: KeyError."""
         from agentgym.models.tensorfiles import StoredTensors  # imports torch, which is slow
 
         return StoredTensors.of(self.store, manifest, name)
@@ -321,7 +321,7 @@ class StepContext(StepReader):
 
     @cached_property
     def _best(self) -> tuple[float, int | None]:
-        """(validation success, seq) of the best commit so far; (-inf, None) without keep_best."""
+        """(validation success, seq) of the best commit; (-inf, None) without one or keep_best."""
         if not self.cfg.store.keep_best:
             return -math.inf, None
         return max(

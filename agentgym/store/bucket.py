@@ -1,4 +1,4 @@
-"""The objects of an S3 bucket, with deadlines, bounded retries and errors that say what to do."""
+"""The objects of an S3 bucket, with timeouts, bounded retries and errors that advise what to do."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Bucket:
             self._client.delete_object(Bucket=self.name, Key=key)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`, as a listing of a folder: objects, folders."""
+        """Return the names directly below `prefix`, as `ls` does: objects, then folders."""
         pages = self._pages("list_objects_v2", prefix, Delimiter="/")
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]

@@ -84,8 +84,8 @@ def _digest_once(modules: tuple[str, ...]) -> str:
 
 
 def environment_modules(name: str) -> tuple[str, ...]:
-    """Return the modules that compute an environment: the server's, and `envs.<name>` or else the
-    modules that installed packages register for this name.
+    """Return the modules that compute an environment: envs.server, and envs.<name> or, without it,
+    the modules that installed packages register for this name.
     """
     module = f"envs.{name}"
     if importlib.util.find_spec(module) is not None:
@@ -186,7 +186,7 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 @functools.cache  # one file belongs to the sources of many steps
 def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    """Return the imported names that may be modules; for a.b.c also a and a.b, which it runs."""
+    """Return the imported names that may be modules; with a.b.c also a and a.b, which run, too."""
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):

@@ -113,7 +113,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _names_are_no_paths(self) -> Self:
-        """Refuse names that are no plain file names: readers write files under these names."""
+        """Raise ValueError for names that are no plain file names: readers write such files."""
         for step in (self.step, *self.parents):
             if len(step) > 100 or not STEP.fullmatch(step):
                 raise ValueError(f"step name {step!r} is not lower-case words joined by dashes")

@@ -98,7 +98,7 @@ class PosixFolder:
             write_temp(path.parent, data).rename(path)
 
     def stream(self, content: Content) -> Blob:
-        """Write content while another thread hashes it."""
+        """Write content while another thread hashes it; return its Blob. Errors: StoreFull."""
         with ThreadPoolExecutor(1) as pool:
             hashing = pool.submit(digest_of, content)
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)

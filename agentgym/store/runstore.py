@@ -57,8 +57,8 @@ class RunStore:
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """Return the newest undamaged manifest, None without commits. Log a warning for damaged
-        ones. Errors: ManifestError if all are damaged or one cannot be read by this version.
+        """Return the head, the newest undamaged manifest; None without commits. Warn of damaged
+        ones. Errors: ManifestError if all are damaged, or one has a newer schema.
         """
         return _newest(self._folder(step, key), f"{step}-{key}")
 
@@ -103,7 +103,7 @@ class RunStore:
         )
 
     def marks(self) -> dict[str, str]:
-        """Return folder of each step -> text that changes with its newest commit; "" without."""
+        """Return folder of each step -> text that changes with its newest commit; "" for none."""
 
         def mark(name: str) -> str:
             folder = self._backend.folder(name)

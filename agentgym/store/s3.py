@@ -184,7 +184,7 @@ class S3Folder:
         self.bucket.upload(f"{self.path}/{blob.path}", data)
 
     def stream(self, content: Content) -> Blob:
-        """Hash content, then send it: S3 needs an object's name first."""
+        """Hash content, then send it (S3 needs an object's name first); return its Blob."""
         blob = Blob(digest=digest_of(content), size=content.size)
         self.bucket.upload_stream(f"{self.path}/{blob.path}", content)
         return blob

@@ -191,8 +191,8 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Fill `rollouts` with `items_per_step` groups; dynamic sampling adds a group for each one with
-    equal rewards, at most `max_refills` times.
+    """Fill `rollouts` with `items_per_step` groups. Dynamic sampling adds a group for each one that
+    has no episode to learn from, in at most `max_refills` rounds.
     """
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)

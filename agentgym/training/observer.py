@@ -53,8 +53,8 @@ def with_reasons(
 def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
     """Return `actor/update_kl`: how far the update moved the policy, from recorded ratios.
 
-    In nats per action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
-    Empty without recorded ratios.
+    The value is the mean over action tokens of the k3 estimate, ratio - 1 - log ratio, in nats; it
+    is never negative. Empty without recorded ratios.
     """
     by_episode = [record.learned.ratios for record in records if record.learned is not None]
     ratios = [max(ratio, LEAST_RATIO) for of_episode in by_episode for ratio in of_episode]
@@ -132,7 +132,7 @@ class Observer:
         return rollouts
 
     def published(self, canary: float) -> None:
-        """Note the end of a publish. canary: its difference, nats."""
+        """Note the end of a publish. canary: difference of engine and learner after it, nats."""
         self.clock.lap("publish")
         # CPU time of this process, without servers and validation
         self._publish = {

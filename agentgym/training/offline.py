@@ -188,7 +188,7 @@ def dataset_of(
 ) -> list[tuple[Trajectory, ...]]:
     """Return the stage's training set from its own episodes.
 
-    Pairs for dpo, successes as tuples of one for agent_evol, empty for sft.
+    Result: pairs for dpo, successes as tuples of one for agent_evol, nothing for sft.
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.
     """
