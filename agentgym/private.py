@@ -40,8 +40,8 @@ def private_folder(path: Path) -> Path:
     """Create a folder, or restrict one of this user, so that only its owner can enter it.
 
     Result: `path`. A folder of root is left as it is.
-    Errors: ConfigError if it is no folder, belongs to another user, is a link to a folder that
-    everybody can write, or contains files of other users from before it was restricted.
+    Errors: ConfigError if it is no folder, belongs to another user, contains files of other users
+    from before it was restricted, or if everybody can write in it and it is root's or a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):

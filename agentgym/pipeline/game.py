@@ -42,8 +42,8 @@ class Game:
 
 
 def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
-    """Play games on servers of their own and return the episodes. tell: shows a text; ask: reads a
-    person's action. Errors: ConfigError before anything starts.
+    """Play games on new servers and return the episodes. tell: shows a text; ask: reads an action
+    of a person. Errors: ConfigError before anything starts.
     """
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)

@@ -241,7 +241,7 @@ def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
     """Play an evaluation's actions again on the environments as they are now, and score them.
 
-    It is stored as an evaluation of its own; `changed` of the result lists other outcomes.
+    It is stored as an evaluation of its own; `changed` of the result lists slots that differ.
     digest: the first digits of the evaluation's key. Errors: ConfigError.
     """
     store = open_store(cfg)

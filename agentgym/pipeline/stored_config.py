@@ -45,7 +45,7 @@ WHILE_TRAINING = ("alarms", "pipeline")
 
 
 def keep_run(cfg: RunConfig, store: RunStore) -> None:
-    """Write the run's configuration into its store, once. Errors: StoreFull."""
+    """Write the run's configuration into its store, unless it is there. Errors: StoreFull."""
     key = run_key(cfg)
     if store.head(STEP, key) is not None:
         return

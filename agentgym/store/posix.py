@@ -181,7 +181,7 @@ class PosixFolder:
 
 
 class PosixLease(Lease):
-    """The lease file of one epoch."""
+    """A lease in a file of its own, whose modification time is the heartbeat."""
 
     def __init__(self, path: Path, holder: Holder, ttl_s: float, what: str) -> None:
         self._path = path

@@ -175,9 +175,9 @@ def generation(
 ) -> Callable[[Rollouts], None]:
     """Return the function that fills the rollouts of one optimizer step after another.
 
-    horizon: before the first of them. Each step's items begin where the step before left the
-    stream, and its horizon follows from the success of all earlier steps, learned from or not. So
-    neither depends on how far ahead a step is generated.
+    horizon: its state before the first of them. Each step's items follow those of the step before,
+    and its horizon follows from the success of all earlier steps, learned from or not. So neither
+    depends on how far ahead a step is generated.
     """
 
     def fill(rollouts: Rollouts) -> None:

@@ -67,7 +67,7 @@ def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
     """Draw the episodes whose token numbers are recorded. Result: ascending indices.
 
-    An episode that does not fit into the remaining bytes is replaced by the next one drawn.
+    An episode that does not fit into the rest of rollout.token_numbers_kib is skipped.
     num_tokens: action tokens by episode.
     """
     settings, count = cfg.rollout, len(num_tokens)
