@@ -1,3 +1,3 @@
 """The library: rollouts, algorithms, training, evaluation, state.
-It knows nothing of Prefect or DVC.
+It imports neither Prefect nor DVC.
 """

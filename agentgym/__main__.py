@@ -1,4 +1,4 @@
-"""`python -m agentgym`, for `dvc.yaml`: it needs no installed console script."""
+"""`python -m agentgym`, the `agentgym` command without an installed console script."""
 
 import sys
 

@@ -1,6 +1,6 @@
 """Defaults of every process of this project: no telemetry, one thread, all state inside the
 project, no proxy for servers on this machine, and a garbage collector that does not slow imports.
-The memory allocator can be set for the time in which a pretrained model is in memory.
+`keep_blocks` and `return_memory` set the memory allocator while a pretrained model is in memory.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# container objects: imports make millions that stay, and with Python's own thresholds the search
-# for garbage among them takes a third of their time
+# thresholds of the garbage collector: imports create millions of objects that stay, and with
+# Python's defaults a third of the import time is a search for garbage among them
 COLLECT_AFTER = (100_000, 50, 100)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-VIEWER_PORT = 7340  # of `agentgym view` if it is free; stored links name it
+VIEWER_PORT = 7340  # `agentgym view` uses it if it is free; stored links contain it
 
 
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
-    """Set the garbage collector, and environment variables that are not set yet.
+    """Set environment variables that are not set yet, with caches below `state_dir`.
 
+    Also let the garbage collector run less often, except this machine from proxies, and let stdout
+    escape characters that its encoding lacks.
     Call it before importing torch, mlflow, matplotlib or prefect.
     """
     gc.set_threshold(*COLLECT_AFTER)
-    atexit.register(gc.freeze)  # no search for garbage among them at exit
+    atexit.register(gc.freeze)  # skips the search for garbage at exit
     _bypass_proxies()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # like stderr, because a terminal may be ASCII
@@ -91,7 +93,7 @@ def keep_blocks() -> None:
 
 
 def return_memory() -> None:
-    """Return every free page to the system; training SmolLM2-135M left 3 GiB of unused memory."""
+    """Return free pages to the system (glibc only): training SmolLM2-135M left 3 GiB unused."""
     _call("malloc_trim", 0)
 
 

@@ -37,10 +37,11 @@ _OWNER_ALONE = struct.pack(
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder, or restrict it so that only its owner can enter. Result: `path`.
+    """Create a folder, or restrict one of this user, so that only its owner can enter it.
 
-    Errors: ConfigError if it belongs to another user, links to a folder that others can write, or
-    has files of other users from when it was open.
+    Result: `path`. A folder of root is left as it is.
+    Errors: ConfigError if it is no folder, belongs to another user, contains files of other users
+    from before it was restricted, or if everybody can write in it and it is root's or a link.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -58,10 +59,10 @@ def private_folder(path: Path) -> Path:
 
 
 def claim_state() -> None:
-    """Make the state folder private. Call it before a command does anything.
+    """Make the state folder private, and create the parent folder of PREFECT_HOME.
 
-    If that fails, the process ends with exit code 2. The parent folder of PREFECT_HOME is created,
-    too.
+    Call it before a command does anything. If the state folder is refused, it prints the error and
+    ends the process with exit code 2.
     """
     try:
         private_folder(STATE)
@@ -76,8 +77,8 @@ def claim_state() -> None:
 def private_state(path: Path) -> Path:
     """Make the configured state folder of a run private, see `private_folder`. Result: `path`.
 
-    A folder with other files than state keeps its mode.
-    Errors: ConfigError, also if others can write in it.
+    A folder that also contains files of other uses keeps its mode.
+    Errors: ConfigError, also if everybody can write in such a folder.
     """
     if path.is_dir() and path.name != STATE.name and not _is_state(path):
         _check(path)
@@ -101,13 +102,13 @@ def new_login() -> str:
 
 
 def with_login(url: str, login: str) -> str:
-    """Return the address with `login` in it; clients send it to that server alone."""
+    """Return the URL with `login` (`user:password`), which replaces any other login in it."""
     parts = urlsplit(url)
     return parts._replace(netloc=f"{login}@{_address(parts)}").geturl()
 
 
 def own_login(url: str) -> str | None:
-    """Return the login of our running `make up` if `url` is its Prefect or MLflow, else None."""
+    """Return the login of the running `make up` if `url` is its Prefect or MLflow, else None."""
     try:
         services = json.loads((STATE / SERVICES).read_bytes())
     except (OSError, ValueError):
@@ -155,7 +156,7 @@ _ADVICE = "remove it, or link it to a folder of your own"
 
 
 def _check_content(path: Path) -> None:
-    """Raise ConfigError if another user left a file while the folder was open."""
+    """Raise ConfigError if an entry below `path` belongs to a user other than this one and root."""
     for folder, folders, files in os.walk(path):
         for name in (*folders, *files):
             entry = Path(folder, name)
@@ -173,11 +174,11 @@ def _is_state(path: Path) -> bool:
 
 
 def token_of(endpoint: str, env: str = "") -> str:
-    """Return the token that an environment server requires; empty if none is known.
+    """Return the bearer token that an environment server requires; empty if none is known.
 
-    A server that this project started has its own token. For a configured server it is in an
-    environment variable, of this environment (AGENTGYM_ENV_TOKEN_BABYAI) or of all.
-    No token is logged, and none is sent to the other kind of server.
+    The `Endpoint` of a server that this project started contains its token. For any other address
+    the token is in the environment variable of `env`, for example AGENTGYM_ENV_TOKEN_BABYAI, or
+    else in AGENTGYM_ENV_TOKEN. Neither kind of server receives a token of the other kind.
     """
     if isinstance(endpoint, Endpoint):
         return endpoint.token
@@ -186,5 +187,5 @@ def token_of(endpoint: str, env: str = "") -> str:
 
 
 def token_variable(env: str) -> str:
-    """Name of the variable with one environment's token, e.g. AGENTGYM_ENV_TOKEN_HIGHER_LOWER."""
+    """Name of the variable with the token of `env`, e.g. AGENTGYM_ENV_TOKEN_HIGHER_LOWER."""
     return f"{TOKEN_VARIABLE}_{re.sub('[^A-Z0-9]', '_', env.upper())}"

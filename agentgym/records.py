@@ -37,12 +37,12 @@ class RecordError(ValueError):
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
-    """Return a file's content. Equal trajectories give equal bytes, apart from their times."""
+    """Return a file of episodes as bytes, equal for equal trajectories with equal times."""
     return joined(map(encode_line, trajectories))
 
 
 def encode_line(trajectory: Trajectory) -> bytes:
-    """Return one trajectory as a line for `joined`."""
+    """Return one trajectory as a line of JSON that ends with a newline, for `joined`."""
     row = to_json(trajectory)
     try:
         line = pydantic_core.to_json(row, inf_nan_mode="constants")  # json takes five times as long
@@ -77,7 +77,10 @@ def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield a gzip file's lines. Errors: RecordError if it unpacks to too much, or `DAMAGE`."""
+    """Yield a gzip file's lines, with their newlines.
+    Errors: RecordError if it unpacks to more than MAX_UNFOLDED and MAX_RATIO allow; an exception in
+    `DAMAGE` if it is damaged.
+    """
     packed, size = _Counted(file), 0
     line: list[bytes] = []
     with gzip.GzipFile(fileobj=packed) as lines:
@@ -113,7 +116,9 @@ class _Counted(io.RawIOBase):
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return plain JSON types, no defaults, for `from_json`; `asdict` takes 20 times as long."""
+    """Return a trajectory as plain JSON types, without values that equal their field's default.
+    `from_json` inverts it. (`asdict` takes 20 times as long.)
+    """
     row: dict[str, Any] = {"schema": SCHEMA} | _told(trajectory, _TRAJECTORY)
     row["item"] = flat(trajectory.item)
     row["turns"] = [_told(turn, _TURN) for turn in trajectory.turns]
@@ -148,7 +153,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row. Errors: RecordError for an unknown schema; TypeError if it is no dict."""
+    """Return the row unchanged. Errors: RecordError for an unknown schema; TypeError if no dict."""
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)
@@ -160,7 +165,7 @@ def checked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Fields:
-    """Names, defaults and reader of a record's fields; no value equals the default MISSING."""
+    """Names and defaults of a dataclass's fields (no value equals MISSING), and their getter."""
 
     def __init__(self, kind: type[Trajectory | Turn | Learned]) -> None:
         self.names = tuple(field.name for field in fields(kind))

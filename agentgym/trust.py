@@ -64,8 +64,8 @@ def untrusted_address(
 def untrusted_python(python: str, prefix: str, environment: Mapping[str, str]) -> str | None:
     """Return the reason why an interpreter is refused, or None.
 
-    It must be in a virtual environment next to this process's, or be named by ENGINE_VARIABLE.
-    prefix: of this process's virtual environment.
+    It must be in a virtual environment next to this process's, or be the value of ENGINE_VARIABLE.
+    prefix: folder of this process's virtual environment. environment: the environment variables.
     """
     folder = os.path.dirname(os.path.dirname(os.path.abspath(python)))
     parent = os.path.dirname(os.path.abspath(prefix))
@@ -108,7 +108,7 @@ def is_here(address: str) -> bool:
 
 
 def without_login(text: str) -> str:
-    """Return the text of a message with the logins of its addresses left out."""
+    """Return a message without the logins (`user:password@`) of the URLs in it."""
     return re.sub(r"://[^/@\s]+@", "://", text)
 
 
@@ -149,7 +149,8 @@ def outward(env: str, options: Mapping[str, Any]) -> dict[str, Any]:
 def unowned(
     env: str, options: Mapping[str, Any], owned: Iterable[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return a record's outward options; empty if a configuration in `owned` has the same ones.
+    """Return those of a record's options that `outward` selects; none if a configuration in
+    `owned` has the same ones.
 
     A store may come from another person: its options may choose among what an environment offers,
     but must not name an address to call, a file to read or a variable to send.

@@ -1,4 +1,4 @@
-"""The data that crosses room boundaries during one sample's life."""
+"""Types that the subpackages exchange, from an item to its trajectory; interface of policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Status(StrEnum):
-    """The end of an episode. Only the first four carry a reward."""
+    """Reason why an episode ended. Only episodes with one of the first four have a reward."""
 
     TERMINATED = "terminated"  # ended by the environment
     MAX_TURNS = "max_turns"  # cut by the horizon
@@ -53,10 +53,11 @@ class Item:
 
 
 class Endpoint(str):
-    """The URL of an environment server, with the bearer token it asks for, and perhaps a file of
-    this machine that lists the servers behind it (agentgym/deploy/fleets/addresses.py).
+    """The URL of an environment server. `token` is the bearer token that it requires, `listing` the
+    path of a file on this machine that lists the servers behind the URL (see
+    agentgym/deploy/fleets/addresses.py); each may be empty.
 
-    Both travel with it, to other processes too; text, JSON, logs and repr show the URL alone.
+    A pickle contains both; text, JSON, logs and repr show the URL alone.
     """
 
     token: str
@@ -73,7 +74,7 @@ Endpoints = Mapping[str, Sequence[str]]  # environment -> URLs of its servers
 
 
 class SampleKey(NamedTuple):
-    """The name of one random draw: equal keys give equal draws, on any machine, in any order."""
+    """Identity of one random draw: equal keys give equal draws, on any machine, in any order."""
 
     seed: int
     step: int  # optimizer step the sample is for; evaluations use 0
@@ -90,7 +91,7 @@ class Sampling(NamedTuple):
     max_new_tokens: int = 16
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
-        """Raise ValueError if prompt or action is empty, or both do not fit into the context."""
+        """Raise ValueError if prompt or action is empty, or together they exceed the context."""
         if not prompt_ids or self.max_new_tokens < 1:
             raise ValueError(
                 f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
@@ -173,15 +174,15 @@ class Delivery(Protocol):
         """The sender's digest of the weights, see `weights_digest`."""
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return the receiver's own weights by name; call it once. Errors: EngineMismatch."""
+        """Receive the weights once and return a copy. Errors: EngineMismatch, TransportBroken."""
 
 
 class Policy(Protocol):
-    """A sampler of tokens, for rollouts, canary, evaluation and audit, with every engine."""
+    """A model that samples tokens, for rollouts, evaluations and audits. Engines implement it."""
 
     @property
     def version(self) -> int:
-        """Version of its weights."""
+        """Version of the weights that it samples with."""
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Sample one action, until a stop token or `max_new_tokens`.
@@ -190,8 +191,8 @@ class Policy(Protocol):
         """
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Natural-log probability of each token after the first, at temperature 1: [T - 1] float32
-        on the CPU for a sequence of T.
+        """Natural-log probability of each token after the first, at temperature 1: for each
+        sequence of T tokens a tensor [T - 1], float32, on the CPU.
         """
 
     async def publish(self, delivery: Delivery) -> None:
@@ -202,7 +203,7 @@ class Policy(Protocol):
         """
 
     async def usage(self) -> EngineUsage:
-        """Usage since the policy began."""
+        """Return the work of the policy's engines since it started."""
 
     async def sleep(self) -> None:
         """Free the memory that only sampling needs. Running actions end, others wait for `wake`."""
@@ -210,7 +211,7 @@ class Policy(Protocol):
     async def wake(self) -> None: ...
 
     async def close(self) -> None:
-        """End the policy; calls that still wait raise an error."""
+        """Stop the policy; calls that still wait raise an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +233,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Numbers of an episode from its update, for the viewer. The sequences have one number per
-    action token, [n]; empty if the episode's token numbers were not recorded.
+    """Numbers of an episode from the optimizer step that used it, for the viewer. Each tuple has
+    one number per action token, [n]; empty if these numbers were not recorded.
     """
 
     logprobs: tuple[float, ...] = ()  # of the learner before the update, nats
@@ -265,7 +266,7 @@ class Usage:
 
     @property
     def known(self) -> dict[str, int | None]:
-        """Input, cached and output tokens; None for unknown numbers."""
+        """Numbers of tokens by `input`, `cached` and `output`; None if some calls reported none."""
         cached = None if self.num_untold or self.num_cache_untold else self.cached_tokens
         is_known = not self.num_untold
         return {
@@ -283,7 +284,7 @@ def flat(record: Item | Usage) -> dict[str, Any]:
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """A finished episode: a conversation and, for policies that report tokens, the token record.
-    The three token fields have one length, T; 0 without a token record.
+    input_ids, action_mask and logprobs have one length, T; 0 without a token record.
     """
 
     item: Item

@@ -1,5 +1,5 @@
-"""Models by name, made ready: the policies of an evaluation (checkpoints, registered models,
-folders, endpoints), and exports of a commit for Hugging Face or, of its adapter, for peft.
+"""Find models by name: the policies of an evaluation (checkpoints, registered models, folders,
+endpoints), and a commit to export for Hugging Face or, its adapter alone, for peft.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Invited:
     cfg: RunConfig
 
     def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Return the instructions of episodes. rules: those of servers. Both by environment."""
+        """Return environment -> instructions of its episodes. rules: the same, of its server."""
         if not self.contender.knows_rules:
             return instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
         return {env: rules[env] for env in names}
 
     def lines(self, rules: Mapping[str, str]) -> list[str]:
-        """Return lines about the prompts of a policy that does not know the rules; else []."""
+        """Return a line per environment on the policy's prompts; [] if it was trained here."""
         instructions = self.instructions(rules)
         return (
             [] if self.contender.knows_rules else list(adapted_lines(self.protocol, instructions))
@@ -64,8 +64,8 @@ class Invited:
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
     """Return a policy ready to play; its model may be downloaded.
 
-    A model that was not trained here gets the rules and enough tokens to answer, if the protocol is
-    that of a run. Errors: ConfigError.
+    If the request names no protocol, a model that was not trained here gets the rules and enough
+    tokens to answer. Errors: ConfigError.
     """
     playing = playing_config(run, protocol, request.engine)
     contender = contender_of(run, playing, request)
@@ -95,7 +95,9 @@ def _window(contender: Contender) -> int | None:
 
 
 def playing_config(cfg: RunConfig, protocol: EvaluationProtocol, engine: str) -> RunConfig:
-    """Return the run's settings with those of the protocol and engine. Errors: ConfigError."""
+    """Return the run's settings changed to those of the protocol. engine: empty for the run's.
+    Errors: ConfigError if the engine is not available or does not support the protocol.
+    """
     first, *others = protocol.env_configs
     name = engine or cfg.rollout.engine
     if protocol.deterministic and name != "torch":
@@ -165,7 +167,9 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
 
 
 def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
-    """Copy a version's unchanged files below `folder`; return the model's. Errors: ConfigError."""
+    """Copy a version's files below `folder` and return the model's folder. Log a warning if they
+    could not be compared with those registered. Errors: ConfigError, also if they were changed.
+    """
     from agentgym.evaluation.registry import Promotions, fetch_registered
     from agentgym.tracking.reaching import reaching
     from agentgym.tracking.registry import ModelChanged, version_meant
@@ -219,7 +223,7 @@ def export(
     empty: the configured one.
     best: export the commit that did best in validation (the first of equal ones), not the newest.
     adapter: export the adapter alone, for `PeftModel.from_pretrained`; else merged weights.
-    Result: the commit. Errors: ConfigError if no commit has weights, or the folder exists already;
+    Result: the commit. Errors: ConfigError if the folder exists or no commit has what is exported;
     BlobMissing, DigestMismatch.
     """
     from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
@@ -256,7 +260,7 @@ def export(
 
 
 def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
-    """Return a step's newest commit. run: see `export`. Errors: ConfigError without weights."""
+    """Return a step's newest commit. run: see `export`. Errors: ConfigError if without weights."""
     from agentgym.models.checkpoint import has_weights
 
     heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)
@@ -279,7 +283,9 @@ def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifes
 
 
 def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
-    """Return step -> newest commit of a run, found by notes of deliveries. Errors: ConfigError."""
+    """Return step -> newest commit of a run that was delivered from this state folder, or of the
+    configured run. Errors: ConfigError if not exactly one run has this name.
+    """
     known = delivered_steps(cfg)
     matching = [key for key in known if key.startswith(run.removeprefix("r"))]
     if not matching and run_key(cfg).startswith(run.removeprefix("r")):

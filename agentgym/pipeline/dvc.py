@@ -133,7 +133,7 @@ def _plots(steps: dict[str, Step]) -> list[dict[str, Any]]:
 
 
 def _options(params: str) -> str:
-    """Options, after a space, with which `agentgym` reads this parameter file."""
+    """Return the option, after a space, with which `agentgym` reads this file; "" for PARAMS."""
     return "" if params == PARAMS else f" --params {params}"
 
 
@@ -156,7 +156,9 @@ def files_of(cfg: RunConfig, outcome: Outcome, out: Path) -> dict[Path, str]:
 
 
 def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
-    """Return the results of a step: success rates, the last training metrics, or counts."""
+    """Return name -> number of a step's results: an evaluation's `metrics`, the last metrics
+    (TRAINED) of training, else the numbers among the results.
+    """
     manifest = outcome.manifest
     if outcome.step.kind is Kind.EVALUATE:
         return metrics(manifest.results)
@@ -167,7 +169,7 @@ def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
 
 
 def metrics(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return an evaluation's means, gain over its baseline and coverage, flat and rounded."""
+    """Return an evaluation's means by name, `gain` over its baseline, if any, and `coverage`."""
     means = {
         name: interval["mean"]
         for name, interval in results["summary"].items()
@@ -186,7 +188,7 @@ def began_of(commits: Sequence[Manifest]) -> str | None:
 
 
 def pointer(cfg: RunConfig, outcome: Outcome) -> str:
-    """Return the text of a pointer: a step's store, digests, results and curve, never weights."""
+    """Return a pointer as JSON text: a step's store, digests, results and curve, never weights."""
     manifest, store = outcome.manifest, open_store(cfg)
     identity = {
         "step": manifest.step,

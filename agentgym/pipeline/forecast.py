@@ -78,7 +78,7 @@ class Forecast:
     commit_bytes: int
     weight_bytes: int  # of one checkpoint
     seconds: float | None  # None: the speed of the device is not known
-    speed: str  # what the seconds follow from
+    speed: str  # text on the measured or assumed speed of the device
     optimizer_bytes: int = 0  # of learner_bytes, with gradients
     activation_bytes: int = 0  # of learner_bytes, during an update
     cache_bytes: int = 0  # of engine_bytes, for keys and values
@@ -141,7 +141,7 @@ class Forecast:
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
-    """Estimate memory and time of a run; a CPU is measured. commit: bytes of a commit, if known.
+    """Estimate a run's memory and time, and measure a CPU's speed. commit: bytes of one, if known.
 
     Errors: ConfigError if the model's config.json is not on this machine.
     """
@@ -199,7 +199,7 @@ def _memory_of_gpu() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """A setting that has another default for a pretrained model."""
+    """A setting whose default depends on the kind of model: its value, default and reason."""
 
     path: str
     value: Any
@@ -212,7 +212,7 @@ class Chosen:
 
 
 def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
-    """Return every setting whose default depends on the kind of model, and the reason."""
+    """Return every setting whose default depends on the kind of model, sorted by path."""
     tree = cfg.model_dump(mode="json")
     chosen = []
     for path, default in sorted(defaults(tree).items()):
@@ -281,7 +281,7 @@ def work_of(cfg: RunConfig) -> Work:
 
 
 def _training(cfg: RunConfig) -> Work:
-    """Return the work of all stages."""
+    """Return the work of all stages: rollouts and updates."""
     rollout, algorithm = cfg.rollout, cfg.algorithm
     # Forward and backward count as three passes. One more pass is for the old log-probabilities,
     # which a single update computes itself, and one for a reference model. Groups of equal rewards
@@ -312,7 +312,7 @@ def _played(cfg: RunConfig, episodes: Sequence[tuple[float, float]], group: int)
 
 
 def _length(cfg: RunConfig, turns: float, group: int = 1) -> float:
-    """Tokens computed for an episode. The episodes of a group may share their prompt."""
+    """Return tokens computed per episode; with share_prefixes a group shares its opening."""
     rollout = cfg.rollout
     observation = OF_TOKENS * rollout.observation_tokens
     instructions = OF_TOKENS * INSTRUCTIONS if rollout.instructions else 0.0
@@ -388,12 +388,12 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
 
 
 def _gain(threads: int) -> float:
-    """Return the speed of `threads` threads, relative to one."""
+    """Return the speed of `threads` threads, one per core at most, relative to one."""
     return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 
 def matrix_speed(hidden_size: int, mlp_size: int) -> float:
-    """Measure FLOP/s of float32 products of this shape, in one thread, which torch then keeps."""
+    """Measure FLOP/s of float32 products of this shape. Torch has one thread from then on."""
     import torch
 
     from agentgym.models.model import set_threads

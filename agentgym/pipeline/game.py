@@ -26,7 +26,7 @@ from agentgym.rollouts.players import TextPlayer
 from agentgym.types import Item, Sampling, Trajectory, Usage
 
 Tell = Callable[[str], None]
-Ask = Callable[[str], str | None]  # a prompt -> a line; None: no more
+Ask = Callable[[str], str | None]  # prompt -> line that was typed; None: end of input
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,9 @@ class Game:
 
 
 def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Trajectory]:
-    """Play games on new servers, shown by `tell`. Errors: ConfigError before anything starts."""
+    """Play games on new servers and return the episodes. tell: shows a text; ask: reads an action
+    of a person. Errors: ConfigError before anything starts.
+    """
     protocol = _protocol(cfg, game)
     items = _items(cfg, protocol, game)
     invited = _invited(cfg, protocol, game, tell, ask)

@@ -1,4 +1,4 @@
-"""Garbage collection: steps that no run of interest, pointer of DVC or registry needs."""
+"""Garbage collection of steps that no recent run, no pointer of DVC and no registry needs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Survey:
 
 
 def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
-    """Return every step of the store, oldest first. pointers: folder of DVC's pointers.
+    """Return every step of the store with its reason to be kept, if any; oldest first.
+    pointers: folder of DVC's pointers.
 
     Errors: ConfigError if the dataset is missing; ManifestError.
     """
@@ -84,7 +85,7 @@ def collect(cfg: RunConfig, garbage: Sequence[Manifest]) -> Iterator[Manifest]:
 
 
 def _pointed_at(folder: Path) -> dict[str, str]:
-    """Return digest -> reason, for each digest that a pointer names."""
+    """Return digest -> reason to keep it, for each digest that a pointer in `folder` names."""
     reasons = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         try:
@@ -96,7 +97,9 @@ def _pointed_at(folder: Path) -> dict[str, str]:
 
 
 def _registered(cfg: RunConfig, heads: Sequence[Manifest]) -> dict[str, str]:
-    """Return digest -> reason for registrations whose version exists, or may, without MLflow."""
+    """Return digest -> reason for each registration, unless MLflow answers that it has no such
+    version; without an answer the registration is kept.
+    """
     reasons = {}
     for head in heads:
         if {"model", "version"} <= head.results.keys():
@@ -120,7 +123,7 @@ def _has_version(cfg: RunConfig, name: str, version: str) -> bool:
 
 
 def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
-    """Set a tag on the step's MLflow runs, so that people see that its weights are gone."""
+    """Tag the step's MLflow runs as collected; if MLflow is not reached, log a warning."""
     try:
         with reaching(cfg.tracking_uri):
             tracker = tracker_of(cfg)
@@ -132,7 +135,7 @@ def _tell_ledger(cfg: RunConfig, head: Manifest) -> None:
 
 
 def told(rows: Sequence[Survey]) -> Mapping[str, int]:
-    """Return the numbers of steps, of kept and of collectable ones, and the collectable bytes."""
+    """Return the counts `steps`, `kept` and `collectable`, and `collectable_bytes`."""
     garbage = [row for row in rows if not row.reason]
     return {
         "steps": len(rows),

@@ -132,7 +132,7 @@ def changed(now: Any, before: Any, path: str = "") -> list[str]:
 
 
 def _few(texts: list[str], num: int = 3) -> str:
-    """Join the first `num` texts, and state how many more there are."""
+    """Join the first `num` texts, cut to 80 characters, and state how many more there are."""
     more = f" and {len(texts) - num} more" if len(texts) > num else ""
     return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more
 

@@ -89,7 +89,7 @@ def evaluate_policy(
 ) -> Evaluated:
     """Play the missing episodes of an evaluation, score them and store the result.
 
-    The same question is answered from the store, and an interrupted evaluation is resumed.
+    A finished evaluation is returned from the store, and an interrupted one is resumed.
     tell: called before the first turn with the prompt settings of a model not trained here.
     Errors: ConfigError before anything starts; LeaseHeld if another process runs the evaluation.
     """
@@ -125,7 +125,9 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
-    """Return the request's protocol, else the run's, with its changes. Errors: ConfigError."""
+    """Return the protocol that the request names, else the run's, with the request's changes.
+    Errors: ConfigError.
+    """
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
@@ -198,7 +200,7 @@ def _evaluate(
 
 
 async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
-    """Raise ConfigError if an environment gives no hints: one session shows it for all episodes."""
+    """Raise ConfigError if an environment gives no hints in one session. Log other errors."""
     for first, *_ in items.values():
         try:
             async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
@@ -212,7 +214,7 @@ async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) ->
 def _policy(
     protocol: EvaluationProtocol, invited: Invited, rules: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the identity of a policy, and how its prompts differ from those of the protocol."""
+    """Return a policy's identity; `asked` has its prompts' changes to the protocol, if any."""
     differences = (
         {}
         if invited.contender.knows_rules
@@ -226,7 +228,7 @@ def _tasks(env: EnvConfig, items: Sequence[Item]) -> list[str | None]:
     return list(_identities(env.model_dump_json(), tuple(item.task_id for item in items)))
 
 
-@functools.cache  # it takes a process, and is the same for every policy
+@functools.cache  # it starts a process, and the result is the same for every policy
 def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
     settings = EnvConfig.model_validate_json(env)
     try:
@@ -239,8 +241,8 @@ def _identities(env: str, task_ids: tuple[int, ...]) -> tuple[str | None, ...]:
 def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Evaluated:
     """Play an evaluation's actions again on the environments as they are now, and score them.
 
-    It is stored as an evaluation of its own; the result names the slots that changed.
-    Errors: ConfigError.
+    It is stored as an evaluation of its own; `changed` of the result lists slots that differ.
+    digest: the first digits of the evaluation's key. Errors: ConfigError.
     """
     store = open_store(cfg)
     head = find(store, digest)
@@ -271,7 +273,7 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
 
 
 def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
-    """Return (slot, before, after) of each slot whose result differs after another grading."""
+    """Return texts (slot, before, after) of each slot (item and sample) whose result differs."""
     changes = []
     for old, new in zip(before.slots, after.slots, strict=True):
         texts = [

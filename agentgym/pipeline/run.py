@@ -46,7 +46,7 @@ from agentgym.types import Endpoints
 
 logger = logging.getLogger(__name__)
 
-# with every compute: these need no accelerator
+# kinds of steps that run in this process with every setting of `compute`: they need no accelerator
 STAYS_HERE = (Kind.PREPARE, Kind.DEMONSTRATE, Kind.INITIALIZE, Kind.REGISTER, Kind.REPORT)
 
 
@@ -116,7 +116,7 @@ _looked: set[tuple[str, str]] = set()  # (MLflow, store) pairs that this process
 
 
 def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
-    """Bound a hub model's memory; once per process, close MLflow runs that others left RUNNING."""
+    """Tune memory for a hub model; once per process, close MLflow runs that dead processes left."""
     if cfg.model.source == "hub":
         gc.collect()  # the last step's models may be in reference cycles
         return_memory()
@@ -128,7 +128,7 @@ def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
 
 @contextlib.contextmanager
 def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
-    """If the step inside fails or is interrupted, close its run in MLflow."""
+    """If the `with` block fails or is interrupted, close its MLflow run; LeaseHeld is excepted."""
     try:
         yield
     except LeaseHeld:
@@ -156,7 +156,9 @@ def _run_elsewhere(
 
 @contextlib.contextmanager
 def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[RunConfig]:
-    """Yield a job's configuration with the addresses of servers that start here on Kubernetes."""
+    """Start the servers of environments that deploy on Kubernetes, and yield the configuration of
+    a job with their addresses; `cfg` itself if there are no such environments.
+    """
     if not any(env.deploy == "kubernetes" for env in cfg.envs):
         yield cfg
         return
@@ -165,7 +167,7 @@ def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[R
         def named(env: EnvConfig) -> EnvConfig:
             if env.deploy != "kubernetes":
                 return env
-            room = max(env.max_sessions, cfg.rollout.concurrency)  # a name stands for all servers
+            room = max(env.max_sessions, cfg.rollout.concurrency)  # one address for all servers
             there = {"deploy": "local", "replicas": "auto", "keep": False, "max_sessions": room}
             urls = tuple(str(endpoint) for endpoint in endpoints[env.name])
             return env.model_copy(update={**there, "endpoints": urls})
@@ -178,7 +180,9 @@ def _own_servers(cfg: RunConfig) -> Environment:
 
 
 def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """Return the configuration with the data's digest; the store gets the data files."""
+    """If steps compute elsewhere, copy the data files into the store and return the configuration
+    with their digest; else return `cfg`.
+    """
     if not is_elsewhere(cfg):
         return cfg
     kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
@@ -207,7 +211,9 @@ def _play_anew(cfg: RunConfig, progress: Progress | None, policy: str) -> Any:
 
 
 def _run_watched(ctx: StepContext) -> Manifest:
-    """Run the step unless an alarm stops it; MLflow, if reachable, gets the alarm's commit."""
+    """Run the step and return its final commit. If an alarm stops it, deliver the last commit to
+    MLflow, if it can be reached, and raise AlarmStop.
+    """
     try:
         if stop := ctx.watch.stop:
             raise stop
@@ -269,14 +275,16 @@ def run_when_free(
     environment: Environment | None = None,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Run a step once it is free. Errors: LeaseHeld after `wait_s` seconds; those of `run_step`."""
+    """Run a step once no other process runs it, see `run_step`. Errors: LeaseHeld after `wait_s`
+    seconds; those of `run_step`.
+    """
     return when_free(
         lambda: run_step(name, cfg, environment=environment, progress=progress), wait_s
     )
 
 
 def confirm(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> None:
-    """Verify a finished step's content, and bring MLflow up to date. Errors: DigestMismatch."""
+    """Verify a finished step's content, then `deliver`. Errors: DigestMismatch, BlobMissing."""
     store.verify(manifest)
     deliver(cfg, store, step, manifest)
 

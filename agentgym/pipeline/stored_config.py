@@ -36,8 +36,8 @@ from agentgym.trust import outward
 if TYPE_CHECKING:
     from agentgym.evaluation.gate import Audited  # imports scipy, which is slow
 
-STEP = "runs"  # the name these records have among the steps of a store
-AUDITS, AUDIT = "audits", "audit.json"  # the same for audits, and their record
+STEP = "runs"  # step under which a store keeps configurations of runs
+AUDITS, AUDIT = "audits", "audit.json"  # step under which it keeps audits, and their record
 NO_AUDIT: Audited = {"audit": "none", "audit_note": ""}
 PARAMS = "params.yaml"
 # sections that only training reads; later commands on the run do not need them
@@ -45,7 +45,7 @@ WHILE_TRAINING = ("alarms", "pipeline")
 
 
 def keep_run(cfg: RunConfig, store: RunStore) -> None:
-    """Write the run's configuration into its store, once. Errors: StoreFull."""
+    """Write the run's configuration into its store, unless it is there. Errors: StoreFull."""
     key = run_key(cfg)
     if store.head(STEP, key) is not None:
         return
@@ -56,7 +56,7 @@ def keep_run(cfg: RunConfig, store: RunStore) -> None:
 
 
 def find_run(store: RunStore, name: str) -> Manifest | None:
-    """Return the record of a run; None if the store has none. name: r and the first digits.
+    """Return the record of a run, None without one. name: r and the first digits of its key.
 
     Errors: ConfigError if several runs begin with these digits, or the record was changed.
     """
@@ -99,7 +99,7 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return the run's settings as a layer; operational ones (addresses, ...) are the owner's."""
+    """Return a run's settings for `load_config`; operational ones (addresses, ...) are of `cfg`."""
     semantic = _without_own(semantic, RunConfig)
     owned_envs = {env.name: env for env in cfg.envs}
 
@@ -131,7 +131,7 @@ def _without_own(tree: Mapping[str, Any], model: type[Section]) -> dict[str, Any
 
 
 def require_run(cfg: RunConfig, name: str) -> None:
-    """Raise ConfigError that names how configuration, data or source differ from the run's."""
+    """Raise ConfigError unless `cfg`, its data and this source are the run's; name differences."""
     key = run_key(cfg)
     if key.startswith(name.removeprefix("r")):
         return
@@ -258,7 +258,7 @@ def keep_audit(store: RunStore, report: Mapping[str, Any]) -> None:
 
 
 def audit_for_gate(cfg: RunConfig, run_key: str) -> Audited:
-    """Return the audit fields of the gate's evidence.
+    """Return `audit` (none, passed or failed) and `audit_note` (a reason) for the gate's evidence.
 
     If `gate.require_audit` is set, an audit runs now in a process of its own; else the failures of
     a stored audit count as long as the audited steps are in the store.

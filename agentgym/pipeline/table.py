@@ -56,7 +56,7 @@ EVALUATION = (
 
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
-    """Return every step of a run, parents before children."""
+    """Return name -> step for every step of a run, parents before children."""
     servers = tuple(
         dict.fromkeys(module for env in cfg.envs for module in environment_modules(env.name))
     )
@@ -121,7 +121,7 @@ def _preparation(cfg: RunConfig, servers: tuple[str, ...]) -> list[Step]:
 
 
 def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
-    """Return registration and report. steps: all before; the last evaluates the final model."""
+    """Return steps `register`, `report`. steps: all before; the last evaluates the final model."""
 
     def register(ctx: StepContext) -> Manifest:
         from agentgym.evaluation.publish import register_policy
@@ -222,12 +222,14 @@ def _imported(module: str, function: str, *more: Stage) -> Callable[[StepContext
 
 
 def run_key(cfg: RunConfig) -> str:
-    """Digest that identifies a run: of everything that changes its results, 64 hex digits."""
+    """Return a run's key, 64 hex digits: the digest of `run_identity`."""
     return config_digest(run_identity(cfg))
 
 
 def run_identity(cfg: RunConfig) -> dict[str, Any]:
-    """Return everything that changes a run's results: settings, digests of data and source."""
+    """Return all that changes a run's results: settings (`config`), the digest of the `data`, and
+    step -> digest of its source (`sources`).
+    """
     sources = {name: source_digest(step.modules) for name, step in steps_of(cfg).items()}
     return {"config": cfg.semantic(), "data": input_digest(cfg), "sources": sources}
 
@@ -253,7 +255,7 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
 
 
 def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
-    """The part of the configuration in the step's key, by dotted path."""
+    """Return dotted path -> value of the settings in the step's key."""
     tree = cfg.semantic()
     result: dict[str, Any] = {}
     for path in step.sections:
@@ -265,7 +267,7 @@ def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Return the final manifests of steps that are finished, with their parents, in order."""
+    """Return step -> final manifest of steps that are finished, with all parents, in order."""
     manifests: dict[str, Manifest] = {}
     for name, step in steps_of(cfg).items():
         if all(parent in manifests for parent in step.parents):
@@ -276,7 +278,7 @@ def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
 
 
 def begun(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
-    """Return the newest commits of this configuration's steps, finished or in progress."""
+    """Return step -> newest commit of this configuration's steps, finished or in progress."""
     heads = finished(cfg, store)
     done = dict(heads)
     for name, step in steps_of(cfg).items():

@@ -144,10 +144,10 @@ def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
 
 
 def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
-    """Return the lineage of a version, or the versions whose lineage has a digest.
+    """Return the lineage of a version, or the versions whose lineage has a digest, for `lines`.
 
     of: the number of a version; empty: the one with the alias; else the beginning of a digest.
-    Errors: ConfigError.
+    Errors: ConfigError if there is no such version.
     """
     store = open_store(cfg)
     with reaching(cfg.tracking_uri):
@@ -188,7 +188,9 @@ def _of_version(
 
 
 def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dict[str, Any]:
-    """Return versions with a digest or key in their lineage that starts so. Errors: ConfigError."""
+    """Return `of` and the `versions` with a digest or key in their lineage that begins with it.
+    Errors: ConfigError if there are none.
+    """
     versions = []
     for number in all_versions(promotions.tracker, promotions.model):
         version = promotions.version(number)
@@ -255,7 +257,7 @@ def _step(head: Manifest) -> dict[str, Any]:
 
 
 def lines(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a lineage as text."""
+    """Yield the result of `lineage` as lines of text."""
     if "versions" in tree:
         yield f"{tree['of']} is in the lineage of:"
         for row in tree["versions"]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# offer_expert -> endpoints of running servers
+# offer_expert -> context in which servers run, with their endpoints
 Environment = Callable[[bool], AbstractContextManager[Endpoints]]
 Blobs = Mapping[str, bytes | Blob]
 
@@ -90,7 +90,7 @@ class StepReader:
         return self.store.read(manifest, name)
 
     def tensors(self, manifest: Manifest, name: str) -> StoredTensors:
-        """Return the tensors of a commit, not yet read. Errors: KeyError."""
+        """Return a commit's tensors of this name, not yet read. Errors: KeyError."""
         from agentgym.models.tensorfiles import StoredTensors  # imports torch, which is slow
 
         return StoredTensors.of(self.store, manifest, name)
@@ -108,7 +108,9 @@ class StepReader:
         return policy_of(self.store, manifest)
 
     def adapter(self, manifest: Manifest) -> Adapter | None:
-        """Return its adapter or a new one; None without `lora`. Errors: ConfigError, ValueError."""
+        """Return a commit's adapter, else a new one; None if lora.rank is 0.
+        Errors: ConfigError, ValueError.
+        """
         from agentgym.models.checkpoint import adapter_for
 
         cfg = self.cfg
@@ -319,7 +321,7 @@ class StepContext(StepReader):
 
     @cached_property
     def _best(self) -> tuple[float, int | None]:
-        """(validation success, number) of the commit that did best so far."""
+        """(validation success, seq) of the best commit; (-inf, None) without one or keep_best."""
         if not self.cfg.store.keep_best:
             return -math.inf, None
         return max(
@@ -334,7 +336,7 @@ class StepContext(StepReader):
 
 
 def scores(store: RunStore, step: str, key: str) -> list[tuple[float, int]]:
-    """Return (validation success, number) of each validated commit with content, in order."""
+    """Return (validation success, seq) of each validated commit with content, in order."""
     scored = []
     for manifest in store.history(step, key):
         if manifest.blobs and METRICS in manifest.records:

@@ -141,7 +141,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of `run_step`."""
+    """Result of `run_step`: a step, its final manifest, and how it was reached."""
 
     step: Step
     manifest: Manifest

@@ -1,1 +1,1 @@
-
+"""Storage of commits: the RunStore, its back ends, leases, and the keys of steps."""

@@ -1,4 +1,4 @@
-"""The objects of an S3 bucket, with deadlines, bounded retries and errors that say what to do."""
+"""The objects of an S3 bucket, with timeouts, bounded retries and errors that advise what to do."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StoreUnreachable(ConnectionError):
 
 
 def connect() -> Any:
-    """Return a boto3 client with deadlines. Errors: ConfigError without boto3 or valid settings."""
+    """Return a boto3 client with timeouts and retries. Errors: ConfigError if none can be made."""
     try:
         import boto3
         from botocore.config import Config
@@ -72,20 +72,22 @@ def _retry_when_told_to_slow_down(response: Any, attempts: int, **_: Any) -> flo
 
 
 class Bucket:
-    """The objects of a bucket, by key. Other errors (`_translated`) replace those of botocore."""
+    """The objects of a bucket, by key. Every method raises FileNotFoundError, EOFError, ConfigError
+    or StoreUnreachable in place of an error of botocore.
+    """
 
     def __init__(self, name: str, client: Any) -> None:
         self.name = name
         self._client = client
 
     def get(self, key: str) -> tuple[bytes, str, float]:
-        """Return content, ETag and age in s by the server's clock. Errors: FileNotFoundError."""
+        """Return content, ETag and age (s, by the server's clock). Errors: FileNotFoundError."""
         data, response = self._read(key, lambda body: body.read())
         now = parsedate_to_datetime(response["ResponseMetadata"]["HTTPHeaders"]["date"])
         return data, response["ETag"], (now - response["LastModified"]).total_seconds()
 
     def digest(self, key: str) -> str:
-        """sha256 of content of any size. Errors: FileNotFoundError."""
+        """Return the sha256 of an object, streamed, as 64 hex digits. Errors: FileNotFoundError."""
 
         def hashed(body: Any) -> str:
             sha256 = hashlib.sha256()
@@ -96,7 +98,9 @@ class Bucket:
         return self._read(key, hashed)[0]
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
-        """Return (`consume(body)`, response); retry broken responses, which botocore does not."""
+        """Return (`consume(body)`, response). If a response breaks off, which botocore does not
+        retry, request it again. how: further arguments of the request. Errors: StoreUnreachable.
+        """
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
                 response = self._client.get_object(Bucket=self.name, Key=key, **how)
@@ -137,12 +141,12 @@ class Bucket:
         )
 
     def upload(self, key: str, data: bytes) -> None:
-        """Put an object, a large one in parts. An error aborts the parts that were sent."""
+        """Write an object, a large one in parts. An error aborts the parts that were sent."""
         with self._translated(key):
             self._client.upload_fileobj(io.BytesIO(data), self.name, key, Config=_transfer())
 
     def upload_stream(self, key: str, content: Content) -> None:
-        """Put streamed content with a few parts at a time in memory."""
+        """Write an object from streamed content with a few parts at a time in memory."""
         with self._translated(key):
             whole_parts = io.BufferedReader(_Pieces(content))
             config = _transfer(content.size)
@@ -173,7 +177,7 @@ class Bucket:
             self._client.delete_object(Bucket=self.name, Key=key)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the part of each key after `prefix`, up to the next slash."""
+        """Return the names directly below `prefix`, as `ls` does: objects, then folders."""
         pages = self._pages("list_objects_v2", prefix, Delimiter="/")
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]
@@ -196,7 +200,7 @@ class Bucket:
         return len(uploads)
 
     def _pages(self, operation: str, prefix: str, **how: str) -> list[dict[str, Any]]:
-        """Return all pages of a listing."""
+        """Return all pages of a listing. how: further arguments of `operation`."""
         with self._translated(prefix):
             paginator = self._client.get_paginator(operation)
             return list(paginator.paginate(Bucket=self.name, Prefix=prefix, **how))
@@ -266,7 +270,7 @@ class _Pieces(io.RawIOBase):
 
 
 def _transfer(size: int = 0) -> Any:
-    """Return transfer settings. size: bytes of streamed content, whose size boto3 cannot see."""
+    """Return boto3's transfer settings. size: bytes of a stream, which boto3 cannot measure."""
     from boto3.s3.transfer import TransferConfig
 
     part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))

@@ -1,4 +1,4 @@
-"""Keys of steps: digests of configuration, inputs and source, which change with the result."""
+"""Keys of steps: digests of all that can change a step's result (settings, inputs, source)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from agentgym.store.manifest import canonical_json, sha256
 
 PACKAGES = ("agentgym", "envs", "sites")  # our own code; libraries are pinned elsewhere
-SHOWN = ("templates", "static")  # folders of a package whose files count as its source: of pages
+SHOWN = ("templates", "static")  # web pages in a package: their files count as its source
 # Modules that carry state or parameters and never compute a result (parameters are in the keys by
 # value): an edit in one of them must not retrain anything.
 STATE_ONLY = (
@@ -34,8 +34,8 @@ STATE_ONLY = (
 def step_key(step: str, *, config: dict[str, Any], inputs: dict[str, str], source: str) -> str:
     """Return the identity of a step's result, 64 hex digits.
 
-    config: its semantic fields; inputs: name -> digest of data and parent manifests; source:
-    `source_digest` of the modules that compute it.
+    config: settings that change the result; inputs: name -> digest of data and parent manifests;
+    source: `source_digest` of the modules that compute it.
     """
     return sha256(
         canonical_json({"step": step, "config": config, "inputs": inputs, "source": source})
@@ -60,8 +60,8 @@ def object_name(run_key: str, step: str, attempt: int) -> str:
 def source_digest(modules: Sequence[str]) -> str:
     """Return the digest of these modules and all they import from our own packages, transitively.
 
-    A package includes all modules below it, and its own templates of pages.
-    STATE_ONLY is left out unless named.
+    A package includes all modules below it, and its templates of web pages.
+    Modules in STATE_ONLY are left out unless `modules` contains them.
     A third-party package counts whole, with its data files and its version, because it may import
     by name.
     Files are read once per process.
@@ -84,7 +84,9 @@ def _digest_once(modules: tuple[str, ...]) -> str:
 
 
 def environment_modules(name: str) -> tuple[str, ...]:
-    """Return the modules that compute an environment: the server and, if installed, its own."""
+    """Return the modules that compute an environment: envs.server, and envs.<name> or, without it,
+    the modules that installed packages register for this name.
+    """
     module = f"envs.{name}"
     if importlib.util.find_spec(module) is not None:
         return ("envs.server", module)
@@ -116,7 +118,9 @@ def digest_files(files: Mapping[str, Path]) -> str:
 
 
 def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
-    """Return our packages and `others` -> folder (a single-file module: its file), not imported."""
+    """Return name -> folder (or file of a single-file module) of our packages and `others`.
+    Nothing is imported. A package that is not installed is left out.
+    """
     folders = {}
     for name in {*PACKAGES, *others}:
         spec = importlib.util.find_spec(name)
@@ -129,7 +133,8 @@ def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
 
 def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
     """Return module name -> file, for `modules` and all they import from the packages in `folders`.
-    Sorted by name. Errors: ValueError for a module that does not exist.
+    A package's templates have names such as `package/templates/page.html`. Sorted by name.
+    Errors: ValueError for a module that does not exist.
     """
     files: dict[str, Path] = {}
     waiting: list[str] = []
@@ -181,7 +186,7 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 @functools.cache  # one file belongs to the sources of many steps
 def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    """Return imported names that may be modules; importing a.b.c runs a and a.b too."""
+    """Return the imported names that may be modules; with a.b.c also a and a.b, which run, too."""
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):
@@ -195,7 +200,7 @@ def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield every statement inside; expressions are most of a tree, and import nothing."""
+    """Yield every statement below `node`. Skip expressions, which import nothing, to save time."""
     for block in ("body", "orelse", "handlers", "finalbody", "cases"):
         for child in getattr(node, block, ()):
             yield child

@@ -88,7 +88,7 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {since} (epoch {self.epoch})"
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
-        """Raise LeaseHeld while this holder is alive, see `is_alive`."""
+        """Raise LeaseHeld if this holder `is_alive`, else log the takeover. what: a step's name."""
         is_alive, is_near = self.is_alive(silent_s, ttl_s=ttl_s), self.is_near()
         if is_alive and is_near:
             raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
@@ -102,11 +102,13 @@ class Holder:
         logger.info("%s: its last holder, %s, %s; taking over", what, self, end)
 
     def is_alive(self, silent_s: float, *, ttl_s: float) -> bool:
-        """Return True if the holder runs or, if invisible from here, if silent_s < ttl_s."""
+        """Return True if the holder's process runs or, if it is not visible from here, if its last
+        heartbeat is less than `ttl_s` seconds old. silent_s: age of this heartbeat.
+        """
         return self._runs() if self.is_near() else silent_s < ttl_s
 
     def is_near(self) -> bool:
-        """Return True if its process is visible from here."""
+        """Return True if its process is visible from here: same host, boot and pid namespace."""
         return (self.host, self.space) == (socket.gethostname(), pid_space())
 
     def _runs(self) -> bool:
@@ -147,7 +149,9 @@ class Tenure:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason for releasing a lease early: one line, without logins."""
+    """Return the reason for releasing a lease early: one line, without logins, MAX_REASON at most.
+    It begins with INTERRUPTED if `error` is no Exception, for example a KeyboardInterrupt.
+    """
     if not isinstance(error, Exception):
         return f"{INTERRUPTED} ({type(error).__name__})"
     message = " ".join(without_login(str(error)).split())
@@ -166,7 +170,7 @@ def pid_space() -> str:
 
 
 def process_start(pid: int) -> str | None:
-    """Return ticks from boot to a process's start; None if gone, a zombie, or without /proc."""
+    """Return ticks from boot to a process's start, as text; None if gone, a zombie, or no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -193,8 +197,8 @@ class Lease(ABC):
 
     @abstractmethod
     def commit(self, first: int, last: int, data: bytes) -> None:
-        """Write `data` as the manifests `first` to `last`, durably, after all blobs that were put.
-        Errors: Fenced, with nothing committed.
+        """Write `data`, the file of the manifests with seq `first` to `last`, durably and after all
+        blobs that were put. Errors: Fenced, with nothing committed.
         """
 
     @abstractmethod
@@ -214,7 +218,7 @@ class Lease(ABC):
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove partial files of killed writers, except blobs. Return their number."""
+        """Remove partial files of killed writers, but no whole blobs. Return their number."""
 
     @abstractmethod
     def _beat(self) -> None:
@@ -266,14 +270,14 @@ class Content(Protocol):
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the content in bytes."""
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the pieces in order, the same ones at every call."""
 
 
 def digest_of(content: Content) -> str:
-    """sha256 of streamed content."""
+    """Return the sha256 of streamed content, 64 hex digits."""
     digest = hashlib.sha256()
     for piece in content.pieces():
         digest.update(piece)
@@ -283,7 +287,7 @@ def digest_of(content: Content) -> str:
 class Folder(Protocol):
     """One step's folder in a back end. Reading a missing name raises FileNotFoundError."""
 
-    place: str  # for people
+    place: str  # path or URL, for messages
 
     def commits(self) -> dict[int, str]:
         """Return seq of each commit's first manifest -> name of its file, in order."""
@@ -297,16 +301,16 @@ class Folder(Protocol):
         """Return the size of a file in bytes."""
 
     def digest(self, name: str) -> str:
-        """sha256 of a file's content, read once and streamed."""
+        """Return the sha256 of a file's content, read once and streamed."""
 
     def blobs(self) -> set[str]:
-        """Digests of all blobs, also those of no manifest. The step must have had a lease."""
+        """Return the digests of all blobs, also unused ones. The step must have had a lease."""
 
     def put(self, blob: Blob, data: bytes) -> None:
         """Store `data` whole under its digest. Errors: StoreFull."""
 
     def stream(self, content: Content) -> Blob:
-        """Store content whole, a few pieces at a time in memory. Errors: StoreFull."""
+        """Store content whole, with few pieces in memory; return its Blob. Errors: StoreFull."""
 
     def remove(self, digest: str) -> None:
         """Remove a blob, if it is there."""
@@ -321,7 +325,7 @@ class Folder(Protocol):
         """Return True if there is a file of a manifest or blob, even one of no commit."""
 
     def tenure(self, ttl_s: float) -> Tenure | None:
-        """Return the last tenure of the step's lease; None if there was none yet."""
+        """Return the last tenure of the step's lease; None if no process ever held it."""
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         """Take the step's lease; `what` names the step in messages, `parents` the manifests it

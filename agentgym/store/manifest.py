@@ -113,7 +113,7 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _names_are_no_paths(self) -> Self:
-        """Refuse names that are no plain file names: readers write files under these names."""
+        """Raise ValueError for names that are no plain file names: readers write such files."""
         for step in (self.step, *self.parents):
             if len(step) > 100 or not STEP.fullmatch(step):
                 raise ValueError(f"step name {step!r} is not lower-case words joined by dashes")
@@ -129,12 +129,12 @@ class Manifest(BaseModel):
 
     @property
     def digest(self) -> str:
-        """sha256 over the identity: equal for runs with equal results, by any user at any time."""
+        """sha256 of all fields except NOT_IDENTITY: equal for equal results, at any time."""
         return sha256(canonical_json(self.model_dump(exclude=set(NOT_IDENTITY))))
 
     @property
     def records_digest(self) -> str:
-        """sha256 over all fields, records and times too, and by `follows` over all commits before.
+        """sha256 of all fields, also records and times, and by `follows` of all commits before.
 
         No two runs have an equal one: it proves that this run's logs are unchanged.
         """
@@ -188,14 +188,14 @@ class Manifest(BaseModel):
 
 
 def encode_commit(manifests: Sequence[Manifest]) -> bytes:
-    """Return the file of one commit: manifests of all optimizer steps it made durable, in order."""
+    """Return the content of a commit's file: the manifests of its optimizer steps, in order."""
     trees = [manifest.to_tree() for manifest in manifests]
     tree = trees[0] if len(trees) == 1 else {"schema_version": SEVERAL, "commits": trees}
     return json.dumps(tree, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
-    """Invert `encode_commit` and verify. where: the source, for errors. Errors: ManifestError."""
+    """Return the verified manifests of a commit's file. where: names it. Errors: ManifestError."""
     try:
         tree = json.loads(data)
         _check_depth(tree)
@@ -228,7 +228,7 @@ def _check_depth(tree: Any) -> None:
 
 
 def _culprit(value: Any, path: str = "value") -> str:
-    """Return the path and type of the first item in `value` that JSON refuses."""
+    """Return the path and type of the first value in `value` that JSON refuses."""
     children: list[tuple[str, Any]] = []
     if isinstance(value, dict):
         children = [(f"{path}.{key}", child) for key, child in value.items()]
@@ -244,7 +244,7 @@ def _culprit(value: Any, path: str = "value") -> str:
 
 @dataclass(frozen=True, slots=True)
 class PassedStep:
-    """An optimizer step that becomes durable with a later one.
+    """An optimizer step that is committed together with a later one.
     It has no blobs, because a resumed run needs those of the last step alone.
     """
 
@@ -279,7 +279,7 @@ class StepWriter:
 
     @property
     def head(self) -> Manifest | None:
-        """The newest commit, to continue from."""
+        """The newest manifest, to continue from; None before the first commit."""
         return self._commits[-1][-1] if self._commits else None
 
     def commit(
@@ -295,11 +295,11 @@ class StepWriter:
         timings: dict[str, float] | None = None,
         earlier: Sequence[PassedStep] = (),
     ) -> Manifest:
-        """Make everything durable, the manifest last: a kill before the end leaves the previous
-        head valid.
+        """Make everything durable, the manifest last, and return it. A kill before the end leaves
+        the previous head valid.
 
         blobs: a `Blob` is stored already, by `RunStore.add` or because it is unchanged.
-        earlier: steps since the last commit; each has a manifest of its own in the same file.
+        earlier: optimizer steps since the last commit; each gets a manifest in the same file.
         Errors: Fenced, StoreFull, BlobMissing.
         """
         self._lease.check()  # before writing gigabytes for nothing
@@ -358,7 +358,7 @@ class StepWriter:
 
         Manifests and records stay.
         The first call lists the folder; later calls cost only what changed.
-        Result: number of files removed. Errors: Fenced.
+        Result: number of files removed. Errors: Fenced; ValueError if keep < 1.
         """
         if keep < 1:
             raise ValueError(

@@ -32,7 +32,7 @@ U = TypeVar("U")
 TEMP_PREFIX = ".tmp-"
 PROBE_BYTES = 1 << 16
 COLLECTED = "collected"  # while this file exists, a step has no commits
-SHARED_BYTES = 1 << 20  # content from here on is stored once for all keys of a step
+SHARED_BYTES = 1 << 20  # content of this size or more is stored once for all keys of a step
 MANIFEST = re.compile(r"(?P<seq>\d{6,})\.json")
 
 
@@ -98,7 +98,7 @@ class PosixFolder:
             write_temp(path.parent, data).rename(path)
 
     def stream(self, content: Content) -> Blob:
-        """Write content while another thread hashes it."""
+        """Write content while another thread hashes it; return its Blob. Errors: StoreFull."""
         with ThreadPoolExecutor(1) as pool:
             hashing = pool.submit(digest_of, content)
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
@@ -111,8 +111,8 @@ class PosixFolder:
         return blob
 
     def _has(self, blob: Blob) -> bool:
-        """Return True if the content is stored whole.
-        Large content in the folder of another key of this step counts; it is hard-linked here.
+        """Return True if the content is stored whole. If large content is in the folder of another
+        key of this step, hard-link it into this folder and return True.
         """
         path = self._path / "blobs" / blob.digest
         step, _, _ = self._path.name.rpartition("-")
@@ -181,7 +181,7 @@ class PosixFolder:
 
 
 class PosixLease(Lease):
-    """The lease file of one epoch."""
+    """A lease in a file of its own, whose modification time is the heartbeat."""
 
     def __init__(self, path: Path, holder: Holder, ttl_s: float, what: str) -> None:
         self._path = path
@@ -302,14 +302,16 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Return a new durable file in `folder`. mode: before the umask. Errors: StoreFull."""
+    """Write `data` to a new file in `folder`, durably, and return its path.
+    mode: permissions before the umask. Errors: StoreFull.
+    """
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
 
 
 def write_pieces(
     folder: Path, pieces: Iterable[memoryview], size: int, *, mode: int = 0o666
 ) -> Path:
-    """Write pieces in order like `write_temp`. size: their bytes, for the error message."""
+    """Write pieces in order to one file, see `write_temp`. size: bytes, for the error message."""
     path = folder / f"{TEMP_PREFIX}{secrets.token_hex(8)}"
     try:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
@@ -332,7 +334,7 @@ def write_pieces(
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
-    """Raise StoreFull in place of any error inside if `folder` has no space left.
+    """Raise StoreFull in place of any error in the `with` block if `folder` has no space left.
 
     A server with its database in that folder fails with an error that does not name the full disk.
     Errors: StoreFull; other errors pass unchanged.
@@ -351,7 +353,7 @@ def full_disk_told(folder: Path) -> Iterator[None]:
 
 
 def create_exclusively(temp: Path, path: Path) -> bool:
-    """Link `temp` as `path`, durably, unless that name is taken. Return True if it was linked."""
+    """Hard-link `temp` as `path`, durably, unless `path` exists. Return True if it was linked."""
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -388,7 +390,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Replace a file atomically and durably; a crash leaves old or new. mode: before the umask."""
+    """Create or replace a file atomically, durably. mode: before the umask. Errors: StoreFull."""
     make_folder(path.parent)
     temporary = write_temp(path.parent, data, mode=mode)
     try:

@@ -1,4 +1,4 @@
-"""The RunStore: progress has one owner, the newest committed manifest.
+"""The RunStore keeps the commits of steps: the newest manifest alone states a step's progress.
 
 Each (step, key) has its own folder: blobs, named by their sha256 and written first; one manifest
 per commit, written last; and a lease that names the one writer.
@@ -51,13 +51,15 @@ class RunStore:
     """Commits of steps in one back end. Reading needs no lease and takes none."""
 
     def __init__(self, backend: Backend, *, lease_ttl_s: float) -> None:
-        """Open a store. lease_ttl_s: seconds of silence until a far holder counts as dead."""
+        """Open a store. lease_ttl_s: silence (s) after which a holder elsewhere counts as dead."""
         self.root = backend.root
         self.lease_ttl_s = lease_ttl_s
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """Return the newest undamaged commit; warn of damaged ones. Errors: ManifestError."""
+        """Return the head, the newest undamaged manifest; None without commits. Warn of damaged
+        ones. Errors: ManifestError if all are damaged, or one has a newer schema.
+        """
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
@@ -82,7 +84,9 @@ class RunStore:
         return [commit for commit in later if commit]
 
     def heads(self, step: str | None = None, key: str = "") -> list[Manifest]:
-        """Return the head of every key, oldest first. step: only this one; key: a prefix."""
+        """Return the head of each step and key, oldest first. step: only this step's; key: only
+        those whose key begins with it.
+        """
 
         def head_of(name: str) -> Manifest | None:
             return _newest(self._backend.folder(name), name)
@@ -99,7 +103,7 @@ class RunStore:
         )
 
     def marks(self) -> dict[str, str]:
-        """Return folder of each step -> text that changes with its newest commit."""
+        """Return folder of each step -> text that changes with its newest commit; "" for none."""
 
         def mark(name: str) -> str:
             folder = self._backend.folder(name)
@@ -113,19 +117,21 @@ class RunStore:
         return dict(zip(names, self._backend.map(mark, names), strict=True))
 
     def read(self, manifest: Manifest, name: str) -> bytes:
-        """Return verified content of a name. Errors: KeyError, BlobMissing, DigestMismatch."""
+        """Return a blob or record, verified. Errors: KeyError, BlobMissing, DigestMismatch."""
         with self._located(manifest, name) as (folder, blob):
             data = folder.read(blob.path)
         self._compare(manifest, name, len(data), lambda: sha256(data))
         return data
 
     def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start` on, unverified. Errors: KeyError, BlobMissing, EOFError."""
+        """Fill `buffer` from byte `start`, unverified. Errors: KeyError, BlobMissing, EOFError."""
         with self._located(manifest, name) as (folder, blob):
             folder.read_into(blob.path, start, buffer)
 
     def add(self, step: str, key: str, content: Content) -> Blob:
-        """Store content that the lease's holder will commit; needs no lease. Errors: StoreFull."""
+        """Store content and return its Blob, which the holder of the step's lease commits later.
+        This call needs no lease. Errors: StoreFull.
+        """
         return self._folder(step, key).stream(content)
 
     def has(self, manifest: Manifest) -> bool:
@@ -137,7 +143,9 @@ class RunStore:
             return False
 
     def verify(self, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-        """Read and verify content, all or these names. Errors: BlobMissing, DigestMismatch."""
+        """Read and verify content: these blobs and records, or all (None).
+        Errors: BlobMissing, DigestMismatch; KeyError for an unknown name.
+        """
         for name in (*manifest.blobs, *manifest.records) if names is None else names:
             with self._located(manifest, name) as (folder, blob):
                 digest = functools.partial(folder.digest, blob.path)
@@ -168,7 +176,9 @@ class RunStore:
         return {name: tenure for name, tenure in pairs if tenure is not None}
 
     def collect(self, manifest: Manifest) -> None:
-        """Remove a head's commits and content. Errors: LeaseHeld; ValueError if it is no head."""
+        """Remove all commits and content of the step and key whose head this manifest is.
+        Errors: LeaseHeld; ValueError if it is not the head.
+        """
         folder = self._folder(manifest.step, manifest.key)
         with self._held(folder, manifest.step) as lease:
             if self.head(manifest.step, manifest.key) != manifest:
@@ -176,7 +186,7 @@ class RunStore:
             lease.collect()
 
     def finish_collecting(self) -> int:
-        """Finish every `collect` that was killed, unless leased. Return the number of steps."""
+        """Finish every killed `collect`, except of leased steps. Return the number of steps."""
         count = 0
         for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
             folder = self._backend.folder(match.string)
@@ -237,7 +247,7 @@ class RunStore:
 
     @contextlib.contextmanager
     def _located(self, manifest: Manifest, name: str) -> Iterator[tuple[Folder, Blob]]:
-        """Yield folder and blob of a name. Errors: KeyError; BlobMissing without the file."""
+        """Yield folder and Blob of a name. Errors: KeyError; BlobMissing if the file is absent."""
         folder, blob = self._locate(manifest, name)
         try:
             yield folder, blob
@@ -245,7 +255,9 @@ class RunStore:
             raise self._missing(manifest, name) from None
 
     def _compare(self, manifest: Manifest, name: str, size: int, digest: Callable[[], str]) -> None:
-        """Raise DigestMismatch unless size and digest, which is called last, are right."""
+        """Raise DigestMismatch unless `size` and `digest()` are those of the blob or record `name`.
+        `digest` is called only if the size is right.
+        """
         folder, blob = self._locate(manifest, name)
         if size != blob.size:
             expected, came = f"{blob.size} bytes", f"{size} bytes"
@@ -281,6 +293,7 @@ class RunStore:
 def store_at(root: str | Path, *, lease_ttl_s: float) -> RunStore:
     """Return the store in a folder, which need not exist yet, or at `s3://bucket/prefix`, whose
     bucket must exist. lease_ttl_s: see RunStore. No request is sent yet.
+    Errors: ConfigError if S3 cannot be used with this setup.
     """
     backend: Backend
     if str(root).startswith("s3://"):
@@ -315,7 +328,9 @@ class StorePlace:
         return store_at(self.root, lease_ttl_s=self.lease_ttl_s)
 
     def visit(self, step: str, key: str) -> RunStore:
-        """Open the store of this step. Errors: StoreNotHere if its folder is not visible here."""
+        """Open the store for a step whose writer is in another process.
+        Errors: StoreNotHere if the step's folder is not visible on this machine.
+        """
         folder = Path(self.root) / "steps" / folder_name(step, key)
         if not self.root.startswith("s3://") and not folder.is_dir():
             raise StoreNotHere(
@@ -326,11 +341,11 @@ class StorePlace:
 
 
 class Writable(Protocol):
-    """A copy of weights and optimizers, in the processes that hold them."""
+    """A snapshot of weights and optimizer states, in the memory of one or more processes."""
 
     @property
     def size(self) -> int:
-        """Size in bytes."""
+        """Size of the snapshot in bytes."""
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
         """Write into a step's folder. Return name -> blob for the commit. Errors: StoreFull."""
@@ -342,7 +357,9 @@ def folder_name(step: str, key: str) -> str:
 
 
 def _newest(folder: Folder, owner: str) -> Manifest | None:
-    """Return the last manifest of the newest commit that is not damaged. Errors: ManifestError."""
+    """Return the newest undamaged manifest, None without commits; warn of damaged ones.
+    owner: see `_load`. Errors: ManifestError if all are damaged, or of `_load`.
+    """
     commits = folder.commits()
     while commits:
         seq, name = commits.popitem()

@@ -33,11 +33,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
-NUM_REPLACEMENTS = 5  # attempts to replace the head before its changes count as an error
+NUM_REPLACEMENTS = 5  # attempts to replace the head, which others change, before an error
 
 
 def s3_backend(uri: str) -> S3Backend:
-    """Return the back end at `s3://bucket/prefix`; no request is sent yet."""
+    """Return the back end at `s3://bucket/prefix`; no request is sent yet.
+    Errors: ConfigError without boto3 or valid settings.
+    """
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     return S3Backend(Bucket(bucket, connect()), prefix)
 
@@ -86,7 +88,7 @@ class S3Backend:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The one mutable object of a step."""
+    """Content of head.json, the one mutable object of a step."""
 
     holder: Holder
     # replacements by this holder: no two heads are equal, so an ETag never comes back
@@ -97,7 +99,7 @@ class Head:
     collected: bool = False  # commits and content were removed or are being removed
 
     def commits(self, names: Iterable[str]) -> dict[int, str]:
-        """Return seq -> name for the names of manifests that count, in order."""
+        """Return seq -> path of the manifests that count, in order. names: of all manifests."""
         counting = {
             int(match["seq"]): f"manifests/{match.string}"
             for match in map(MANIFEST.fullmatch, names)
@@ -106,7 +108,7 @@ class Head:
         return dict(sorted(counting.items()))
 
     def _epoch_of(self, seq: int) -> int:
-        """Return the epoch under which the commit was made; 0 if it does not count."""
+        """Return the epoch of the lease under which commit `seq` was made; 0 if none counts."""
         if seq >= self.num_commits:
             return 0
         return next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
@@ -149,7 +151,7 @@ class S3Folder:
         return head.commits(self.bucket.names(f"{self.path}/manifests/"))
 
     def head(self) -> tuple[Head, str, float]:
-        """Return head, ETag and seconds of its age. Errors: FileNotFoundError, ManifestError."""
+        """Return head, ETag and age in seconds. Errors: FileNotFoundError, ManifestError."""
         data, etag, age_s = self.bucket.get(f"{self.path}/head.json")
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
@@ -182,7 +184,7 @@ class S3Folder:
         self.bucket.upload(f"{self.path}/{blob.path}", data)
 
     def stream(self, content: Content) -> Blob:
-        """Hash content, then send it: S3 needs an object's name first."""
+        """Hash content, then send it (S3 needs an object's name first); return its Blob."""
         blob = Blob(digest=digest_of(content), size=content.size)
         self.bucket.upload_stream(f"{self.path}/{blob.path}", content)
         return blob
@@ -311,7 +313,7 @@ class S3Lease(Lease):
         self._replace(released=True)
 
     def _replace(self, **changes: Any) -> None:
-        """Replace the head with these fields changed. Errors: Fenced, without a change."""
+        """Replace the head with these fields changed. Errors: Fenced, StoreUnreachable."""
         with self._lock:
             for _ in range(NUM_REPLACEMENTS):
                 head = replace(self._head, beat=self._head.beat + 1, **changes)

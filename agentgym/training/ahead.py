@@ -48,7 +48,7 @@ class Ahead(Generic[T]):
     def begin(self, batches: Iterable[T], fill: Callable[[T], None]) -> None:
         """Start to fill batches.
 
-        batches: empty batches, in order; fill: has its own deadlines, so that `take` has one.
+        batches: empty batches, in order; fill: must have deadlines, because `take` has none.
         """
         self._made = self._filling(batches, fill)
         if self._most:
@@ -127,7 +127,9 @@ class Rollouts:
         return [trajectory for trajectory, reason in pairs if not reason]
 
     def staleness(self, *, most: int) -> int:
-        """Return by how many updates the oldest weights lag. Errors: RuntimeError above `most`."""
+        """Return the lag, in updates, of the oldest weights that sampled an episode; 0 without any.
+        Errors: RuntimeError above `most`.
+        """
         played = [trajectory for trajectory in self.trajectories if trajectory.versions]
         if not played:
             return 0
@@ -173,9 +175,9 @@ def generation(
 ) -> Callable[[Rollouts], None]:
     """Return the function that fills the rollouts of one optimizer step after another.
 
-    horizon: before the first of them. Each step's items begin where the step before left the
-    stream, and its horizon follows from the success of all earlier steps, learned from or not. So
-    neither depends on how far ahead a step is generated.
+    horizon: its state before the first of them. Each step's items follow those of the step before,
+    and its horizon follows from the success of all earlier steps, learned from or not. So neither
+    depends on how far ahead a step is generated.
     """
 
     def fill(rollouts: Rollouts) -> None:
@@ -189,7 +191,9 @@ def generation(
 
 
 def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollouts) -> None:
-    """Collect `items_per_step` groups; dynamic sampling adds as many as lack a signal."""
+    """Fill `rollouts` with `items_per_step` groups. Dynamic sampling adds a group for each one that
+    has no episode to learn from, in at most `max_refills` rounds.
+    """
     rollouts.before, began = engine.usage(), time.perf_counter()
     settings, algorithm = cfg.rollout, resolved(cfg)
     truncated, signal = algorithm.truncated or "zero", isinstance(algorithm, DynamicSamplingConfig)
@@ -218,7 +222,7 @@ def generate(cfg: RunConfig, engine: Engine, stream: ItemStream, rollouts: Rollo
 
 
 def resolved(cfg: RunConfig) -> PolicyGradientConfig:
-    """Return the algorithm's settings, with the recipe's own values for missing ones."""
+    """Return the algorithm's settings, with the recipe's values in place of None."""
     recipe, algorithm = recipe_of(cfg.algorithm.recipe), cfg.algorithm
     assert isinstance(algorithm, PolicyGradientConfig)
     longest = cfg.rollout.max_new_tokens * max(cfg.horizon.max_turns)

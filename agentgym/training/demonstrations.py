@@ -167,7 +167,9 @@ def _without_clocks(played: Trajectory) -> Trajectory:
 
 
 def _require_success(cfg: RunConfig, demos: Sequence[Trajectory], subject: str) -> None:
-    """Raise ValueError for an environment without success. subject: begins the text, with {}."""
+    """Raise ValueError for an environment without success. subject: begins the message, with {}
+    for the environment's name.
+    """
     for env in cfg.envs:
         of_env = [demo for demo in demos if demo.item.env == env.name]
         if not any(demo.success for demo in of_env):
@@ -185,7 +187,7 @@ def expert_items(cfg: RunConfig, splits: Splits) -> list[Item]:
 
 
 def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]:
-    """Return the recorded trajectories that a run replays, in order; `sample` is the index here."""
+    """Return the recorded trajectories that a run replays, in order; their index is the sample."""
     order = np.random.Generator(np.random.Philox(key=[cfg.seed, 1])).permutation(
         len({trajectory.item for trajectory in recorded})
     )
@@ -193,8 +195,8 @@ def recorded_for(cfg: RunConfig, recorded: Sequence[Recorded]) -> list[Recorded]
 
 
 def tokenized(played: Trajectory, renderer: ChatRenderer, settings: EpisodeSettings) -> Trajectory:
-    """Return the episode with the token record of a policy that took its actions, without times.
-    Log-probabilities are 0.
+    """Return the episode with the tokens of this renderer, as if a policy had sampled its replies.
+    Log-probabilities and times are 0.
     """
     settings = replace(settings, max_turns=max(1, len(played.turns)))
     episode = Episode(

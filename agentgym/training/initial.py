@@ -41,7 +41,7 @@ def first_checkpoint(cfg: RunConfig, played: Sequence[Trajectory]) -> Checkpoint
     """Return the model before any training, with its tokenizer.
 
     A hub model has both; a tiny model is new and its tokenizer is trained on the episodes `played`.
-    Errors: ValueError if there are none for this.
+    Errors: ValueError for a tiny model without such episodes.
     """
     if cfg.model.source == "hub":
         return new_checkpoint(*load_hub(cfg.model), cfg.model.chat)

@@ -53,8 +53,8 @@ def with_reasons(
 def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
     """Return `actor/update_kl`: how far the update moved the policy, from recorded ratios.
 
-    In nats per action token, by the k3 estimate, ratio - 1 - log ratio, which is never negative.
-    Empty without recorded ratios.
+    The value is the mean over action tokens of the k3 estimate, ratio - 1 - log ratio, in nats; it
+    is never negative. Empty without recorded ratios.
     """
     by_episode = [record.learned.ratios for record in records if record.learned is not None]
     ratios = [max(ratio, LEAST_RATIO) for of_episode in by_episode for ratio in of_episode]
@@ -67,7 +67,7 @@ def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
     """Draw the episodes whose token numbers are recorded. Result: ascending indices.
 
-    An episode that does not fit into the remaining bytes is replaced by the next one drawn.
+    An episode that does not fit into the rest of rollout.token_numbers_kib is skipped.
     num_tokens: action tokens by episode.
     """
     settings, count = cfg.rollout, len(num_tokens)
@@ -83,7 +83,9 @@ def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
 
 
 def learned_of(experience: Experience, learner: Learner, sequences: Sequence[int]) -> list[Learned]:
-    """Return the update's numbers, token by token; ratios take a score after the update."""
+    """Return the numbers of each action token of these sequences (indices in the batch). For the
+    ratios, the updated learner scores them again.
+    """
     if not sequences:
         return []
     assert experience.advantages is not None
@@ -130,7 +132,7 @@ class Observer:
         return rollouts
 
     def published(self, canary: float) -> None:
-        """Note the end of a publish. canary: its difference, nats."""
+        """Note the end of a publish. canary: difference of engine and learner after it, nats."""
         self.clock.lap("publish")
         # CPU time of this process, without servers and validation
         self._publish = {
@@ -250,7 +252,7 @@ def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:
 def rollout_speed(
     trajectories: Sequence[Trajectory], seconds: float, usage: EngineUsage
 ) -> dict[str, float]:
-    """Return speed metrics of rollouts; only the sampled tokens' rate without reported usage."""
+    """Return speed metrics of rollouts; without reported usage only time and sampled tokens/s."""
     num_sampled = sum(sum(trajectory.action_mask) for trajectory in trajectories)
     metrics = {
         "time/rollouts_s": seconds,

@@ -44,7 +44,7 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Explore if the recipe does, train from the last commit on, and return the final commit."""
+    """Play what the recipe explores, if anything, train from the last commit, return the final."""
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
@@ -188,7 +188,7 @@ def dataset_of(
 ) -> list[tuple[Trajectory, ...]]:
     """Return the stage's training set from its own episodes.
 
-    Pairs for dpo, successes as tuples of one for agent_evol, empty for sft.
+    Result: pairs for dpo, successes as tuples of one for agent_evol, nothing for sft.
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.
     """
@@ -318,8 +318,8 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
     )
 
 
-# takes an optimizer step; step -> (metrics, number of tokens). The step's data is a pure function
-# of the step.
+# optimizer step -> (metrics, number of tokens): takes this step. Its data depends on the number of
+# the step alone.
 Update = Callable[[int], tuple[dict[str, float], int]]
 
 

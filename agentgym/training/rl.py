@@ -83,7 +83,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
                 raise nothing_to_learn(algorithm, step, num_skipped, rollouts.trajectories)
             update = None
             if rollouts.learned:
-                # old weights may differ without an engine fault; the canary checks the present ones
+                # stale weights differ without an engine fault, so only a configured limit applies
                 limited = resolved(cfg) if staleness else algorithm
                 batch = batch_of(cfg, algorithm, rollouts.learned, step)
                 prepared = learner.prepare(batch, limited, step=step)
@@ -116,7 +116,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 def batch_of(
     cfg: RunConfig, algorithm: PolicyGradientConfig, episodes: Sequence[Trajectory], step: int
 ) -> Batch:
-    """Return the recipe's batch of episodes that may be learned from."""
+    """Return the episodes as a batch, with the recipe's penalties, turn rewards or shuffling."""
 
     def penalty(trajectory: Trajectory) -> float:
         if not isinstance(algorithm, DynamicSamplingConfig):
@@ -224,7 +224,9 @@ def plan_learner(ctx: StepReader, start: Manifest, checkpoint: Checkpoint) -> Le
 
 
 def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
-    """Return `resolved` with the limit of the mismatch. Errors: ConfigError without a limit."""
+    """Return `resolved` with `max_mismatch_kl`, from the engine's tolerance if it is None.
+    Errors: ConfigError if the engine has no known tolerance.
+    """
     algorithm = resolved(cfg)
     limit = algorithm.max_mismatch_kl
     if limit is None:

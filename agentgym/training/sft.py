@@ -95,13 +95,13 @@ def plan_warm_start(reader: StepReader, start: Manifest, checkpoint: Checkpoint)
 
 
 def batch_at(cfg: RunConfig, demos: Sequence[Trajectory], step: int) -> Batch:
-    """Return the batch of optimizer step 1, 2, ..."""
+    """Return the demonstrations of optimizer step `step` (from 1) as a batch."""
     indices = demo_indices(cfg.seed, step, len(demos), cfg.warm_start.batch_size)
     return to_batch([demos[index] for index in indices])
 
 
 def demo_indices(seed: int, step: int, num_demos: int, batch_size: int) -> list[int]:
-    """Return indices for optimizer step 1, 2, ...: seeded shuffles by epoch, pure in the step."""
+    """Return the indices of optimizer step `step` (from 1), from a seeded shuffle of each epoch."""
     first = (step - 1) * batch_size
     indices: list[int] = []
     while len(indices) < batch_size:
