@@ -360,9 +360,7 @@ def check_judged(
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
-    """Return the commit whose weights were registered, with `global_step` 0; None if the store
-    lacks it.
-    """
+    """Return the commit of the registered weights, its `global_step` as 0; None if it is missing."""
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
     head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps
@@ -372,11 +370,7 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
 def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
 ) -> Iterator[tuple[RunConfig, StepRecord]]:
-    """Yield (configuration, record of a step with the episodes) for each evaluated environment.
-
-    weights: the evaluated checkpoint, if known. Errors: ConfigError if the recorded protocol names
-    addresses or paths that `cfg` does not.
-    """
+    """Yield (configuration, record of a step with the episodes) for each evaluated environment."""
     commits = store.history(final.step, final.key)
     protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)
     episodes = {

@@ -31,10 +31,7 @@ Expected = tuple[int, Item, int, int, int, float]
 
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Check item, settings, version of the weights, reward and end of a step's episodes.
-
-    Demonstrations are not checked here.
-    """
+    """Check item, settings, weights version, reward and end of episodes, except demonstrations."""
     if record.step.kind is Kind.DEMONSTRATE:
         return
     if record.stage is None:

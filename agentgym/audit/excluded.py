@@ -32,9 +32,7 @@ MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were pr
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the share of failed episodes in each commit, by split and temperature. Then play the
-    failed ones again to their end, if the engine repeats its draws.
-    """
+    """Check the share of failed episodes by commit, split and temperature, and play these again."""
     counts: Counter[Status] = Counter()
     for record in steps:
         if record.checkpoint is None:
@@ -60,10 +58,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return the episodes by split and temperature, under a text that names both.
-
-    The limit on failures applies to each group separately.
-    """
+    """Return the episodes by a text that names split and temperature; each has its own limit."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"

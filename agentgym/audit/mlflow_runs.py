@@ -68,10 +68,7 @@ PAGE = 500  # traces; the server refuses to return more at once
 def check_pages(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check runs, data inputs, logged models and traces in MLflow, for finished delivered steps.
-
-    Finished steps that MLflow does not have yet are skipped.
-    """
+    """Check runs, data inputs, logged models and traces in MLflow, for finished delivered steps."""
     tracker = existing_ledger(cfg)
     if tracker is None:
         checks.skip("pages", "there is no ledger, as that check reports")

@@ -51,10 +51,7 @@ OF_RUN = ("run_key", "evaluation", "eval.")  # prefixes of tags about the run an
 def check_registry(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check each file, tag and description of the version that the run registered, if any.
-
-    A version that MLflow lacks, or that changed, is a failure; no MLflow experiment is skipped.
-    """
+    """Check each file, tag and description of the version that the run registered, if any."""
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     if registration is None or registration.final is None or registration.checkpoint is None:
         return
@@ -108,10 +105,8 @@ def _check_shown(
     where: str,
     checks: Checks,
 ) -> None:
-    """Check state, source, tags and description of a version in MLflow.
-
-    logged: its logged model, if it has one. wanted: its tags from the registration; those of the
-    last decision on it are added, unless the history cannot be reached.
+    """Check state, source, tags and description of a version in MLflow, also those of the last
+    decision on it. logged: its logged model, if it has one; wanted: its tags from the registration.
     """
     state = version.status, version.current_stage, version.status_message
     checks.expect(where, "state", ("READY", "None", None), state)

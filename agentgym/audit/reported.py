@@ -66,7 +66,6 @@ def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
     """Return the run's recorded splits, after a comparison with the data they were read from.
-    Imported trajectories are compared, too.
 
     None if there are none, or if they cannot be read. Errors: ConfigError if the data cannot be.
     """

@@ -133,9 +133,7 @@ class LocalLearner:
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
-        """Load the optimizers' state, by file name; the models have their weights already.
-        Errors: as `OptimizedNetwork.load_state`.
-        """
+        """Load the optimizers' states, by file name. Errors: as `OptimizedNetwork.load_state`."""
         self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
             self._values.load_state(states[CRITIC_OPTIMIZER])

@@ -35,9 +35,7 @@ class LearnerPlan:
     adapter: Adapter | None = None  # its matrices alone are trained; None: all weights are
 
     def files(self) -> dict[str, bytes]:
-        """Return name -> content of the files, other than tensors, that a commit of this learner
-        needs: the record of its adapter; empty without one.
-        """
+        """Return name -> content of a commit's files other than tensors: its adapter's record."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
