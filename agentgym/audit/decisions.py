@@ -360,7 +360,7 @@ def check_judged(
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
-    """Return the commit of the registered weights, its `global_step` as 0; None if it is missing."""
+    """Return the commit of a version's weights, `global_step` as 0; None if the store lacks it."""
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
     head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps
