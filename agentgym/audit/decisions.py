@@ -123,7 +123,7 @@ def misplaced_aliases(cfg: RunConfig) -> list[str]:
             number = alias_version(tracker, name, alias)
             if number is None:
                 continue
-            # a machine that can reach the other store reports it
+            # the history is in a store out of reach; a machine that reaches it reports the alias
             with contextlib.suppress(HistoryElsewhere):
                 line = promotions.misplaced()
                 if not line and name == cfg.registered_model:
@@ -239,7 +239,7 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
     """Return a version's stored result: the one of `agentgym evaluate` under the key `question`,
     else the one of the run that trained it. None if the store has neither.
 
-    The run's result counts only if the store also has the candidate's, as the gate's store has.
+    A run's result counts only in a store that also has the candidate's: the gate's store has both.
     """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:

@@ -32,7 +32,9 @@ MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were pr
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the share of failed episodes by commit, split and temperature, and play these again."""
+    """Check the share of failed episodes by commit, split and temperature, and play these again to
+    their end. Engines that do not repeat their draws cannot; a note records that.
+    """
     counts: Counter[Status] = Counter()
     for record in steps:
         if record.checkpoint is None:
@@ -58,7 +60,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return the episodes by a text that names split and temperature; each has its own limit."""
+    """Return the episodes by split and temperature, as text. The limit holds for each group."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"

@@ -340,7 +340,7 @@ class _Judge:
                 honest = self._is_drawn(where, episode, turn, ids)
 
     def close(self) -> None:
-        """Record the failures of all turns together. Call after the last turn."""
+        """Record failures that only all turns together can show. Call after the last turn."""
         self._gaps.close(self._rescore)
         self._outside.close(self._sampling)
         self._below.close(self._sampling)

@@ -22,7 +22,7 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Split words into (comparison file, else DEFAULT; overrides). Errors: ConfigError for two."""
+    """Split command words into (file or DEFAULT; overrides). Errors: ConfigError for two files."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
@@ -67,7 +67,9 @@ class Column(Section):
     horizons: dict[str, Layer] = Field(default_factory=dict)
 
     def beside(self, folder: Path) -> Self:
-        """Return the column with `params` in `folder` and `extends` merged. Errors: ConfigError."""
+        """Return the column with paths resolved in `folder` and each `extends` read and merged.
+        Errors: ConfigError.
+        """
         read = {
             part: {name: _read(layer, folder) for name, layer in getattr(self, part).items()}
             for part in ("recipes", "horizons")
@@ -151,7 +153,7 @@ class DescribedRow:
     recipe: str
     horizon: str
     group: str
-    until: str  # its last step; empty: the usual one
+    until: str  # its last step; empty: the last stage, or the last evaluation without columns
     seeds: Seeds
     params: Path
     layers: tuple[Layer, ...]  # each one is laid over the previous one

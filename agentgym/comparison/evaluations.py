@@ -41,7 +41,7 @@ class CellEvaluation:
 
     @cached_property
     def per_item(self) -> dict[str, FloatArray]:
-        """Success by number (for example `pass_at_4`), [I] each; NaN for too few samples."""
+        """Success by the number's name, for example `pass_at_4`; [I], NaN for too few samples."""
         return per_item(self.table.greedy, self.table.samples)
 
     @property
@@ -121,7 +121,7 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
 def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
-    """Return an interval per budget. values: [budgets, seeds, items]; first: names the families."""
+    """Return intervals by budget. values: [budgets, seeds, items]; first: has families of items."""
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)

@@ -34,7 +34,7 @@ Estimates = Sequence[Mapping[str, Any]]  # mean, low and high
 
 
 def figures_of_rows(table: Table) -> dict[str, bytes | None]:
-    """Return PNGs for a table of recipes and horizons, by the end of their name; None: no data."""
+    """Return PNGs of a table of recipes and horizons, by the file name's end; None: no data."""
     # validation rows exist to choose settings; do not compare them with test results
     rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
     places = _places(rows)
@@ -210,7 +210,7 @@ def _series(row: RowJson, together: Sequence[RowJson]) -> str:
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:
-    """Return label -> (color, marker): one for all panels, and different within one if possible."""
+    """Return label -> (color, marker), the same in all panels; distinct within one if possible."""
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]

@@ -23,8 +23,8 @@ from agentgym.comparison.figures import (
 from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.pages import gain, label, points
 
-# distance from 1, or from 0 as a floor: if both rows of a contrast are nearer, little can show
-# between them
+# distance from 1 (ceiling) or 0 (floor): if both rows of a contrast are nearer, their difference
+# can only be small
 CEILING = 0.06
 
 
@@ -150,7 +150,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def figures_of_grid(table: Table) -> dict[str, bytes | None]:
-    """Return PNGs for a grid of environments, by the end of their name; None: no data."""
+    """Return PNGs of a table of environments, by the file name's end; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
     by_env = {
         env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
@@ -266,7 +266,7 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 
 
 def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
-    """Return environment -> success at the start; None if there is none or cells of one differ."""
+    """Return environment -> success at the start; None without one, or if any has several."""
     starts: dict[str, set[str]] = {}
     for row in rows:
         if "start" in row:

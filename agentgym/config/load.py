@@ -152,7 +152,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)};"
             " remove one `extends`"
         )
-    # so that no `extends` or flow parameter quotes a key file in its error
+    # errors of YAML quote the file: `extends` or a flow's parameter must not reveal a key file
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"parameter file {path} must end in .yaml or .yml")
     if not path.is_file():

@@ -303,7 +303,7 @@ class RunConfig(Section):
 
     @property
     def state_dir(self) -> Path:
-        """The folder all state of this project lives under."""
+        """Folder of all local state: the parent of `store.path`."""
         return self.store.path.parent
 
     @property

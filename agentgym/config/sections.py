@@ -405,6 +405,6 @@ def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
 
 
 def asked_of(env: EnvConfig) -> str:
-    """Return the addresses, paths and variables in an environment's options, as one text."""
+    """Return the addresses, paths and variables in an environment's options, as text."""
     values = outward(env.name, env.options)
     return ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items())

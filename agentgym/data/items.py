@@ -120,8 +120,8 @@ def has_lists(path: Path, env: str) -> bool:
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
-    """Merge the splits of several environments by `interleave`, so that every prefix of a split has
-    items by `weights`. The digest is that of the parts' digests; a single part's is kept.
+    """Merge the splits of several environments by `interleave`, so that each prefix of a split has
+    about their shares in `weights`. The digest is one of all digests; a single one is kept.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
@@ -342,7 +342,7 @@ def load_ids(path: Path, env: str) -> list[str]:
 
 
 def read_json(path: Path, restore: str = "") -> Any:
-    """Return the content of a JSON file from any source; a byte order mark is skipped.
+    """Return the content of a JSON file, of any shape; a byte order mark is skipped.
 
     restore: advice for a broken file, in the error's text.
     Errors: FileNotFoundError, DataError.

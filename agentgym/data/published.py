@@ -135,8 +135,8 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
     """Have `write` fill the folder `out`, and pin it with `dvc add`.
     Result: the `.dvc` file, and what `write` returned.
 
-    A folder that DVC tracks already is replaced if all its files match; DVC's cache keeps the
-    earlier content.
+    A folder that DVC tracks already is replaced if all its files match `pattern`; DVC's cache keeps
+    the earlier content.
     A killed call starts over.
     pattern: glob for the file names.
     Errors: ConfigError if the folder is not tracked or has other files; DvcError.

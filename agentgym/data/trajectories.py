@@ -400,7 +400,7 @@ def _task_id(item_id: Any) -> int:
 
 
 def _length(value: Any) -> int:
-    """Return the characters of a text; -1 for other values and for half a surrogate pair."""
+    """Return the number of characters; -1 for no text and for a text with half a surrogate pair."""
     try:
         return len(value) if isinstance(value, str) and value.encode() is not None else -1
     except UnicodeEncodeError:
@@ -408,7 +408,7 @@ def _length(value: Any) -> int:
 
 
 def _failures(schema: Any, table: Any, names: list[str]) -> dict[int, str]:
-    """Return row index -> the first of `names` whose check the row fails, in the table's order."""
+    """Return row index -> the first of `names` whose check the row fails; failing rows only."""
     import pandera.pandas as pa
 
     first: dict[int, str] = {}

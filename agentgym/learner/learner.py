@@ -229,8 +229,8 @@ class LocalLearner:
         # entropy, reference KL and critic losses need all sequences, also those without advantage
         signal = all_sequences(experience.batch) if has_more or algorithm.entropy_coef else carrying
         num_minibatches = min(algorithm.minibatches, max(len(signal), 1))
-        # weights over the whole batch: if few groups carry signal, their tokens must not get the
-        # weight of all
+        # computed over the whole batch: a token has the same weight whether few or many groups
+        # carry signal
         weights = num_minibatches * aggregation_weights(
             sequence,
             num_sequences,

@@ -238,7 +238,7 @@ class OptimizedNetwork:
                 )
 
     def _narrow(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Return those of the parameters that have a separate master weight."""
+        """Return the parameters among `names` that have a separate master weight, by name."""
         parameters = {name: self._trained[name] for name in names}
         return {name: part for name, part in parameters.items() if part is not self._masters[name]}
 
@@ -252,7 +252,7 @@ class OptimizedNetwork:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter, or a float32 master weight, to which a hook moves each gradient."""
+    """Return the parameter if float32 or wider, else a float32 master that gets its gradients."""
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

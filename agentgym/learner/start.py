@@ -35,7 +35,7 @@ class LearnerPlan:
     adapter: Adapter | None = None  # its matrices alone are trained; None: all weights are
 
     def files(self) -> dict[str, bytes]:
-        """Return name -> content of a commit's files other than tensors: its adapter's record."""
+        """Return name -> content of a commit's files other than tensors: an adapter's record."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
