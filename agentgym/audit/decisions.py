@@ -193,7 +193,6 @@ def _check_entry(
 ) -> None:
     """Check that a decision of the gate follows from its evidence, and the evidence from stored
     evaluations. Decisions made otherwise, for example by hand, are not checked.
-
     must_be_there: an evaluation that none of `stores` has is a failure; else it is skipped.
     """
     where = f"decision {entry.number} on version {entry.candidate.number}"

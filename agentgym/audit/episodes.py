@@ -226,8 +226,7 @@ def check_replay(
 ) -> dict[str, str]:
     """Play logged actions again on new servers and compare what the environment returns.
 
-    num_episodes, seed: see `replay_sample`. An episode whose environment failed then and fails
-    again is skipped.
+    num_episodes, seed: see `replay_sample`. Environments that fail again are skipped.
     Result: the instructions that episodes begin with, by environment; empty without episodes.
     """
     chosen = [

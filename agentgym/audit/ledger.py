@@ -22,7 +22,6 @@ def check_ledger(
 ) -> None:
     """Check the points of the parent run (of steps with `headline`) and of each step's child run,
     the digest tags of child runs, and that there are no other child runs.
-
     A missing experiment is a failure; a step that an unfinished run has not delivered is skipped.
     """
     tracker = existing_ledger(cfg)

@@ -67,7 +67,7 @@ def read_splits(
 ) -> Splits | None:
     """Return the run's recorded splits, after a comparison with the data they were read from.
 
-    None if there are none, or if they cannot be read. Errors: ConfigError if the data cannot be.
+    None if none are recorded, or if they cannot be read. Errors: ConfigError for invalid data.
     """
     prepare = final_of(steps, Kind.PREPARE)
     if prepare is None:
@@ -162,7 +162,6 @@ def _check_report(
     cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
     """Make the report's page and pictures again and compare them with the committed ones.
-
     Skipped are pictures that another version of matplotlib drew, and the page's times if a step ran
     again after the report.
     """

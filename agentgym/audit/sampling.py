@@ -303,7 +303,6 @@ class _Judge:
     ) -> tuple[Tensor, ...]:
         """Return (log-probabilities, tokens drawn, outside, below) of the n tokens at `positions`,
         each [n]; the last two as `Distribution.distance`.
-
         hidden: [N, H]; ids: [N]; numbers: [n] random numbers that drew the tokens.
         """
         size = max(1, HEAD_ELEMENTS // self._vocabulary)

@@ -242,8 +242,7 @@ def final_of(steps: Sequence[StepRecord], kind: Kind) -> Manifest | None:
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
     """Draw `count` episodes at random and return them in their order; None: all.
 
-    The same seed, step and commit number give the same choice, which cannot be predicted without
-    the seed.
+    Equal seed, step and `seq` give the same choice; without the seed it cannot be predicted.
     """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
     order = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))
@@ -252,9 +251,7 @@ def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: 
 
 def load(store: RunStore, manifest: Manifest | None, *, weights: bool = True) -> Checkpoint | None:
     """Load a checkpoint. None without a manifest, or if its blobs were pruned or damaged; the
-    content check reports which.
-
-    weights: read the weights now; False: they are read on first use.
+    content check reports which. weights: read the weights now; False: on first use.
     """
     if manifest is None:
         return None

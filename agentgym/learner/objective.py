@@ -119,7 +119,6 @@ def critic_objective(
     num_minibatches: int,
 ) -> LossFunction | None:
     """Return the critic's loss function of one update; None without critic, values or targets.
-
     num_minibatches: factor of the loss, as a minibatch has about 1 / num_minibatches of the tokens.
     """
     values, targets = experience.values, experience.targets
