@@ -49,8 +49,8 @@ class StepRecord:
 
     @property
     def checkpoint(self) -> Manifest | None:
-        """Commit of the parent that a training step starts from, or whose weights an evaluation
-        plays; None for other steps.
+        """Commit of the parent whose weights the step starts from, evaluates or registers; None if
+        it uses no weights.
         """
         return self.parents.get(self.step.checkpoint)
 

@@ -53,7 +53,7 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
     (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
 
-    Results outside `evaluations` of the state folder are not checked, and their names state this.
+    Files outside `evaluations` of the state folder are not checked, and their names state this.
     Errors: ConfigError.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"

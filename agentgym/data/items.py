@@ -365,7 +365,7 @@ def read_json(path: Path, restore: str = "") -> Any:
 
 
 def _read_ids(root: Path, name: str) -> list[str]:
-    """Return the item ids of one file, in its order, unchecked. Errors: DataError for the file."""
+    """Return the item ids of one file, in its order, as they are written. Errors: DataError."""
     path = root / name
     pointer = Path(f"{root}.dvc")
     restore = f"; restore it with `dvc pull --force {pointer}`" if pointer.is_file() else ""
