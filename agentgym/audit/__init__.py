@@ -1,9 +1,10 @@
-"""The audit of a run: content, lineage, episodes, log-probabilities, numbers and ledger are
+"""The audit of a run: stored files, episodes, log-probabilities, reported numbers and MLflow are
 checked against each other.
 
 A digest proves only that bytes did not change.
 The audit plays episodes again, scores tokens again and computes numbers again.
-It does not verify losses and gradient norms, because that would need the training again.
+It does not verify losses and gradient norms, because that would need the training again; it trains
+again, to verify weights, only the steps that `num_updates` allows.
 """
 
 from __future__ import annotations

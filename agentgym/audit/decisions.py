@@ -59,8 +59,9 @@ def check_decisions(
     """Check every decision about the run's alias, and the decision that the run itself recorded.
 
     If another store decides about the alias, the history in this store is checked as well.
-    Result: the gate's decisions on this run's model and on the last move of the alias, with the
-    stores that have their evidence.
+    Result: (store with the evidence, decision) of the decision on this run's model and of the last
+    one that moved the alias, if the gate made them. Empty if the run registered no model or MLflow
+    lacks its experiment.
     """
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
@@ -102,11 +103,13 @@ def check_decisions(
 
 
 def misplaced_aliases(cfg: RunConfig) -> list[str]:
-    """Return one line for each alias that a decision gave to a version of another task than the
-    previous holder's, as earlier releases could.
+    """Return one line for each registered model whose alias is misplaced: a decision took it to a
+    version evaluated on other environments, items or settings than the version that had it. Only
+    earlier releases decided so.
 
-    For the configured registered model there is also a line if the version that has the alias is
-    of other environments than the run's.
+    The configured model also gets a line if its alias is on a version of other environments than
+    the run's. A model whose history cannot be reached from here is skipped. Empty if MLflow's
+    database file is missing.
     Errors: LedgerUnavailable.
     """
     file = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
@@ -120,7 +123,7 @@ def misplaced_aliases(cfg: RunConfig) -> list[str]:
             number = alias_version(tracker, name, alias)
             if number is None:
                 continue
-            # a machine that can reach the other store reports it
+            # the history is in a store out of reach; a machine that reaches it reports the alias
             with contextlib.suppress(HistoryElsewhere):
                 line = promotions.misplaced()
                 if not line and name == cfg.registered_model:
@@ -170,8 +173,8 @@ def _check_history(
 
 
 def _history(history: History, checks: Checks) -> list[Entry]:
-    """Return the entries of a history. Check that each commit names the previous one and that no
-    entry is missing.
+    """Return the readable entries of a history. Check that each commit names the previous one and
+    that no entry is missing; an unreadable entry is a failure.
     """
     before, entries = "", []
     for commit in history.commits():
@@ -189,7 +192,8 @@ def _check_entry(
     stores: Sequence[RunStore], must_be_there: bool, entry: Entry, checks: Checks
 ) -> None:
     """Check that a decision of the gate follows from its evidence, and the evidence from stored
-    evaluations. must_be_there: an evaluation that no store has is a failure; else it is skipped.
+    evaluations. Decisions made otherwise, for example by hand, are not checked.
+    must_be_there: an evaluation that none of `stores` has is a failure; else it is skipped.
     """
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
@@ -231,10 +235,10 @@ def _check_entry(
 
 
 def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
-    """Return a version's result by `agentgym evaluate` (its key is `question`), else by its run.
+    """Return a version's stored result: the one of `agentgym evaluate` under the key `question`,
+    else the one of the run that trained it. None if the store has neither.
 
-    None if the store has neither. The evaluation by its run counts only in a store that also has
-    the candidate's, because the gate decides there.
+    A run's result counts only in a store that also has the candidate's: the gate's store has both.
     """
     anew = store.final(EVALUATION, question) if len(question) == 64 else None
     if anew is not None:
@@ -246,7 +250,7 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
-    """Check that MLflow shows the decision as it is in the history."""
+    """Check that MLflow's file of the decision equals the history's entry; skip a missing file."""
     number = promotions.number_of(entry.candidate)
     folder = _artifacts(promotions, number) if number else None
     if folder is None:
@@ -264,14 +268,15 @@ def _check_shown(promotions: Promotions, history: History, entry: Entry, checks:
 
 
 def _artifacts(promotions: Promotions, number: str) -> Path | None:
-    """Folder of the artifacts of a version's run; None if it is remote or there is no run."""
+    """Folder of the artifacts of a version's MLflow run; None if it is remote or has no run."""
     run_id = version_run(promotions.tracker, promotions.model, number)
     location = promotions.tracker.client.get_run(run_id).info.artifact_uri if run_id else ""
     return local_path(location)
 
 
 def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
-    """Return True if a file has a decision that was made at another time than all of `entries`.
+    """Return True if a file has a decision that was made at another time than all of `entries`;
+    False also for an unreadable file.
 
     Earlier releases wrote the histories of several stores to one folder, so one could overwrite
     another.
@@ -284,9 +289,9 @@ def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
 
 
 def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks) -> None:
-    """Check that the decision in each version's tag is in the history.
+    """Check that the history has the decision whose digest is in each version's tag.
 
-    A decision that the history lacks was cut off from it.
+    A missing one was cut off the end of the history. Versions without this tag are passed over.
     """
     known = {sha256(entry.to_bytes()) for entry in entries}
     for number in dict.fromkeys(entry.candidate.number for entry in entries):
@@ -318,6 +323,7 @@ def check_judged(
     again on new servers; runs' own evaluations are left out.
 
     draws: (episodes to play again, episodes to score again, seed), as in `audit`.
+    checks: receive the results, by the names in CHECKS.
     """
     num_episodes, num_rescored, seed = draws
     evidence = Evidence.from_json(entry.decision["evidence"])
@@ -353,7 +359,7 @@ def check_judged(
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
-    """Return the commit whose weights were registered; None if the store lacks it."""
+    """Return the commit of a version's weights, `global_step` as 0; None if the store lacks it."""
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
     head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps
@@ -363,7 +369,7 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
 def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
 ) -> Iterator[tuple[RunConfig, StepRecord]]:
-    """Yield (configuration, episodes as the record of a step) for each evaluated environment."""
+    """Yield (configuration, record of a step with the episodes) for each evaluated environment."""
     commits = store.history(final.step, final.key)
     protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)
     episodes = {

@@ -68,7 +68,9 @@ def _expected_of_stage(
 
 
 def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Check each episode, and that none plays an unknown slot or one with a valid episode."""
+    """Check each episode of an evaluation. Each slot (item, sample) must belong to the evaluation,
+    and must not be played again after a valid episode.
+    """
     settings = cfg.evaluation
     version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
     by_id = {item.item_id: item for items in items_of_step(cfg, splits).values() for item in items}
@@ -200,6 +202,7 @@ def replay_sample(
     """Draw valid episodes of each commit, and add all failed ones that had begun.
 
     num_episodes: to draw for each step, at least one of every commit; None: all.
+    Result: (step, commit, episode) of each.
     """
     chosen: list[tuple[StepRecord, Manifest, Trajectory]] = []
     for record in steps:
@@ -223,6 +226,7 @@ def check_replay(
 ) -> dict[str, str]:
     """Play logged actions again on new servers and compare what the environment returns.
 
+    num_episodes, seed: see `replay_sample`. Environments that fail again are skipped.
     Result: the instructions that episodes begin with, by environment; empty without episodes.
     """
     chosen = [
@@ -251,12 +255,12 @@ def check_replay(
 
 
 def _has_info(episode: Trajectory) -> bool:
-    """Return False for a record of schema 1, which has neither an id nor info."""
+    """Return False for an episode recorded in schema 1, which has neither an id nor info."""
     return bool(episode.id) or any(turn.info for turn in episode.turns)
 
 
 def _counted(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a turn's info that results need: family, invalid action and parts."""
+    """Return the entries of a turn's info that results need: family, invalid and parts."""
     return {name: info[name] for name in (FAMILY, INVALID, PARTS) if name in info}
 
 

@@ -32,7 +32,9 @@ MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were pr
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the share of failed episodes in each collection, and play these again to their end."""
+    """Check the share of failed episodes by commit, split and temperature, and play these again to
+    their end. Engines that do not repeat their draws cannot; a note records that.
+    """
     counts: Counter[Status] = Counter()
     for record in steps:
         if record.checkpoint is None:
@@ -58,7 +60,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Group episodes by split and temperature: the limit applies to each group separately."""
+    """Return the episodes by split and temperature, as text. The limit holds for each group."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
@@ -172,6 +174,8 @@ def _check_chance(
     """Record a failure if replayed episodes succeed, or fail, less often than chance explains.
 
     An item counts once, because its samples fail together.
+    outcomes: item id -> success of each replayed episode; left_out: the failed episodes of this
+    `status`; valid: the episodes that the expected rate is computed from.
     """
     # a request can fail at any turn, but only long episodes reach a deadline
     shortest = min(len(episode.turns) for episode in left_out) if status is Status.TIMEOUT else 0

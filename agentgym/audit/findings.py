@@ -102,7 +102,8 @@ class Checks:
     def skip(self, what: str, why: str, num: int = 1, *, weighs: bool = False) -> None:
         """Record what could not be checked, and why.
 
-        num: number of comparisons; equal entries add up. weighs: a decision depends on them.
+        num: number of comparisons; 0 records nothing, equal entries add up.
+        weighs: a decision depends on them.
         """
         if num:
             self.num_unproven += weighs
@@ -115,7 +116,7 @@ class Checks:
 
     @contextmanager
     def guard(self, where: str) -> Iterator[None]:
-        """Record an exception in the block as a failure of this check; the audit continues."""
+        """Suppress an exception of UNREADABLE in the block, and record it as a failure."""
         try:
             yield
         except UNREADABLE as error:

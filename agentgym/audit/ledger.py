@@ -20,8 +20,9 @@ from agentgym.tracking.step_page import MANIFEST
 def check_ledger(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the points of the parent run (headline steps) and of each step's child run, the digest
-    tags of child runs, and that there are no other child runs.
+    """Check the points of the parent run (of steps with `headline`) and of each step's child run,
+    the digest tags of child runs, and that there are no other child runs.
+    A missing experiment is a failure; a step that an unfinished run has not delivered is skipped.
     """
     tracker = existing_ledger(cfg)
     if tracker is None:
@@ -61,8 +62,8 @@ def check_ledger(
 
 
 def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
-    """Return True if an unfinished run has delivered a step to MLflow, by its MLflow runs or by the
-    local delivery mark.
+    """Return True if an unfinished run has delivered a step to MLflow: one of its child runs has
+    the step's key, or the local delivery mark exists.
 
     A finished step that the run shares with another run is delivered only when the run reaches it.
     """

@@ -27,9 +27,11 @@ OTHERS = (OTHER_RUN, OTHER_TIME, UNDATED)
 def check_records(
     run_key: str, steps: Sequence[StepRecord], pointers: Path | None, checks: Checks
 ) -> None:
-    """Check that each commit names the previous one, and compare DVC's pointers with the last one.
+    """Check that each commit names the previous one, and compare DVC's pointers with the last
+    commits.
 
     A person who can write to the store can forge all of its records, but not a pointer in git.
+    pointers: folder of the pointers; None or a missing folder: nothing is compared.
     """
     what = "records digest of the commit before"
     num_unpinned = 0
@@ -58,8 +60,8 @@ def check_records(
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
     """Compare the pointer of this step with its commits.
 
-    Result: OWN; one of OTHERS for a pointer of another run, which is not compared; None if there is
-    no readable pointer.
+    Result: OWN for this run's; one of OTHERS for another run's, which is not compared; None for
+    none, or for an unreadable one, which is a failure.
     """
     path = pointers / f"{record.name}.json"
     if not path.is_file():

@@ -1,6 +1,6 @@
 """Check what MLflow shows of runs in addition to points: names, tags, parameters, descriptions,
-files, inputs, checkpoints with their numbers, and traces must be those of the commits. The
-functions that delivered them make them again.
+files, inputs, checkpoints with their numbers, and traces must be those of the commits. The expected
+values come from the functions that delivered them.
 """
 
 from __future__ import annotations
@@ -162,10 +162,10 @@ def _check_parent_run(
 
 
 def _delivered(record: StepRecord, run: Any) -> dict[str, str]:
-    """Return the tags that the delivery of a step set on a run.
+    """Return the tags that an MLflow run must have from the delivery of a step.
 
-    If an alarm was raised several times, its tag may show any of these. An unfinished step may have
-    delivered any of its commits.
+    If several values are right, the run's own is returned: the tag of an alarm may show any of the
+    times it was raised, and an unfinished step may have delivered any of its commits.
     """
     there = run.data.tags
     points = [point for of_commit in record.points.values() for point in of_commit]
@@ -287,7 +287,7 @@ def _check_traces(
 ) -> None:
     """Check that each trace shows a committed episode unchanged.
 
-    If a run has traces, none of the drawn episodes may be missing.
+    If a run has traces, those of all episodes that `drawn` chooses must be there.
     """
     assert record.final is not None
     traces = list(

@@ -51,7 +51,7 @@ OF_RUN = ("run_key", "evaluation", "eval.")  # prefixes of tags about the run an
 def check_registry(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check each file, tag and description of the version that the run registered."""
+    """Check each file, tag and description of the version that the run registered, if any."""
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     if registration is None or registration.final is None or registration.checkpoint is None:
         return
@@ -105,7 +105,9 @@ def _check_shown(
     where: str,
     checks: Checks,
 ) -> None:
-    """Check state, source, tags and description against registration and the last decision."""
+    """Check state, source, tags and description of a version in MLflow, also those of the last
+    decision on it. logged: its logged model, if it has one; wanted: its tags from the registration.
+    """
     state = version.status, version.current_stage, version.status_message
     checks.expect(where, "state", ("READY", "None", None), state)
     if logged is not None:
@@ -190,10 +192,10 @@ def _packages(folder: Path) -> str:
 
 
 def _are_near(ours: Path, theirs: Path, is_merged: bool) -> bool:
-    """Return True if two files have the same tensors.
+    """Return True if two safetensors files have the same tensors; False if one is unreadable.
 
-    Tensors that were merged from an adapter may differ by rounding, because the sums of a second
-    merge may run in another order.
+    is_merged: the tensors were merged from an adapter. They may then differ by rounding, because
+    the sums of a second merge may run in another order.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -67,7 +67,7 @@ def read_splits(
 ) -> Splits | None:
     """Return the run's recorded splits, after a comparison with the data they were read from.
 
-    None if there are none, or if they cannot be read.
+    None if none are recorded, or if they cannot be read. Errors: ConfigError for invalid data.
     """
     prepare = final_of(steps, Kind.PREPARE)
     if prepare is None:
@@ -101,8 +101,8 @@ def check_numbers(
 ) -> None:
     """Compute the numbers of one step again and compare them with the committed ones.
 
-    results: of the evaluations so far, for comparison with their baseline; the result of this step
-    is added.
+    results: of the evaluations before this step, for comparison with their baseline; the result of
+    this step is added if it is an evaluation.
     """
     kind = record.step.kind
     if kind is Kind.TRAIN:
@@ -129,10 +129,10 @@ def check_numbers(
 
 
 def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
-    """Compute the logged alarms again from the points up to them; all must have broken their limit.
+    """Compute the alarms logged by a training step again from the points up to them; each must have
+    broken its limit. The turns and tokens so far are also computed again.
 
-    The turns and tokens so far are also computed again.
-    steps: of the run, in order.
+    steps: all steps of the run, in order; a stage continues the points of the stages before it.
     """
     history: list[Point] = []
     for other in steps:
@@ -161,7 +161,10 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
 def _check_report(
     cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
-    """Make the report's page and pictures again and compare them with the committed ones."""
+    """Make the report's page and pictures again and compare them with the committed ones.
+    Skipped are pictures that another version of matplotlib drew, and the page's times if a step ran
+    again after the report.
+    """
     from agentgym.evaluation.publish import PAGE, report_files
     from agentgym.evaluation.report import drawn_by
     from agentgym.pages import picture_data
@@ -256,7 +259,7 @@ def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, check
 
 
 def _tokenized(cfg: RunConfig, store: RunStore, record: StepRecord) -> list[Trajectory]:
-    """Demonstrations as a training step learned from them.
+    """Return the demonstrations that a training step learned from, tokenized.
 
     Empty if they or their tokenizer cannot be read, which the content check reports.
     """
@@ -339,7 +342,9 @@ def _check_evaluation(
     results: Results,
     checks: Checks,
 ) -> None:
-    """Check identity, slots, results and metrics of an evaluation. Its result goes to `results`."""
+    """Check an evaluation's identity (what was asked), slots (items and samples), results, metrics.
+    Its result, computed again, is added to `results` under the step's name.
+    """
     final, step, settings = record.commits[-1], record.step, cfg.evaluation
     where, items = record.at(final), items_of_step(cfg, splits)
     protocol = protocol_of_step(cfg, items)

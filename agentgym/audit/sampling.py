@@ -1,10 +1,10 @@
 """Checks of logged tokens under the weights that sampled them: their log-probabilities, and the
 draws that chose them.
 
-The engine draws a token by inverting its distribution at a uniform that the sample's `SampleKey`
-determines. So each sample has exactly one honest text. An episode that was selected from many,
-copied from another sample or played with other random numbers is detected at the first token that
-differs.
+The engine draws a token by inverting its cumulative distribution at a random number that the
+sample's `SampleKey` determines. So each sample has exactly one honest text. An episode that was
+selected from many, copied from another sample or played with other random numbers is detected at
+the first token that differs.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def check_sampling(
 ) -> None:
     """Check log-probabilities and draws of turns under the version of the weights that they log.
 
-    The episodes check verifies that these are the right weights.
-    count: episodes for each set of weights; None: all.
+    The episodes check verifies that these are the right weights. Pruned weights are skipped.
+    count: episodes for each set of weights; None: all. seed: of this choice.
+    rescore, sampling: receive the results for log-probabilities and for draws.
     """
     if record.checkpoint is None:
         return
@@ -91,7 +92,9 @@ def _skip_pruned(num: int, *checks: Checks) -> None:
 def weights_of_versions(
     cfg: RunConfig, record: StepRecord, checkpoint: Manifest
 ) -> Mapping[int, Manifest]:
-    """Return version of the weights -> commit that has them, for all versions a step may play."""
+    """Return version of the weights (optimizer steps) -> commit that has them, for every version
+    that a step may play. checkpoint: the commit that the step starts from.
+    """
     sources = {int(checkpoint.state["global_step"]): checkpoint}
     if record.stage is not None:
         sources |= {
@@ -198,7 +201,8 @@ class _Judge:
     def turns_of(
         self, episodes: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
-        """Yield (place, episode, turns that `version` sampled), several episodes in one forward.
+        """Yield (place, episode, turns that `version` sampled), shortest episodes first, several in
+        one forward. The place is the text that names the episode.
 
         Episodes with impossible ids, spans or lengths are failures and are not yielded.
         """
@@ -297,7 +301,10 @@ class _Judge:
         numbers: np.ndarray,
         temperatures: Sequence[float],
     ) -> tuple[Tensor, ...]:
-        """Return (log-probabilities, tokens drawn, outside, below) at `positions`, each [n]."""
+        """Return (log-probabilities, tokens drawn, outside, below) of the n tokens at `positions`,
+        each [n]; the last two as `Distribution.distance`.
+        hidden: [N, H]; ids: [N]; numbers: [n] random numbers that drew the tokens.
+        """
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []
         tensors = positions, torch.tensor(numbers), torch.tensor(temperatures)
@@ -332,7 +339,7 @@ class _Judge:
                 honest = self._is_drawn(where, episode, turn, ids)
 
     def close(self) -> None:
-        """Record the failures of all turns together. Call after the last turn."""
+        """Record failures that only all turns together can show. Call after the last turn."""
         self._gaps.close(self._rescore)
         self._outside.close(self._sampling)
         self._below.close(self._sampling)
@@ -367,8 +374,7 @@ class _Judge:
         return False
 
     def _twins(self, where: str, episode: Trajectory) -> str:
-        """Return a note that names another episode with the same tokens, or an empty string.
-
+        """Return a note that names another episode with the same tokens and versions, or "".
         It is shown only with a failed draw: if little is left to chance, honest episodes may have
         equal texts.
         """

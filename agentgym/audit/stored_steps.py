@@ -1,5 +1,5 @@
-"""The steps of a run as the store has them, with their commits and logs, and the check that these
-follow from one another.
+"""The steps of a run as the store has them, with their commits and logs, and the check that keys,
+parents and commits follow from one another.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class StepRecord:
 
     @property
     def checkpoint(self) -> Manifest | None:
-        """The parent a training step starts from or an evaluation plays."""
+        """Commit of the parent whose weights the step starts from, evaluates or registers; None if
+        it uses no weights.
+        """
         return self.parents.get(self.step.checkpoint)
 
     @property
@@ -75,7 +77,8 @@ def read_steps(
 ) -> list[StepRecord]:
     """Return every step of the run that has a commit, in order, with its logs decoded.
 
-    Content and keys are checked on the way. Steps with unreadable commits are left out.
+    Content and keys are checked on the way. Steps with unreadable commits are left out, and so are
+    steps whose parents have not finished.
     """
     finals: dict[str, Manifest] = {}
     steps: list[StepRecord] = []
@@ -175,9 +178,11 @@ def check_lineage(
 def expected_ahead(
     cfg: RunConfig, commit: Manifest, stream: ItemStream, num_left: int
 ) -> list[dict[str, Any]] | None:
-    """Return the rollouts that a commit has begun for later steps, as they must be: the next items
-    of the stream, no weights older than allowed. None if `rollout.max_staleness` is 0.
+    """Return the rollouts that a commit must have begun for later steps; None if
+    `rollout.max_staleness` is 0.
 
+    Keys: global_step; items (ids, the next ones of the stream); versions (of the logged versions of
+    the weights, those that are not too old or too new).
     stream: as the commit leaves it; it is advanced. num_left: optimizer steps after the commit.
     """
     max_staleness, step = cfg.rollout.max_staleness, int(commit.state["global_step"])
@@ -237,7 +242,7 @@ def final_of(steps: Sequence[StepRecord], kind: Kind) -> Manifest | None:
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
     """Draw `count` episodes at random and return them in their order; None: all.
 
-    The choice cannot be predicted without the seed.
+    Equal seed, step and `seq` give the same choice; without the seed it cannot be predicted.
     """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
     order = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))
@@ -245,9 +250,8 @@ def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: 
 
 
 def load(store: RunStore, manifest: Manifest | None, *, weights: bool = True) -> Checkpoint | None:
-    """Load a checkpoint. None if its blobs were pruned or damaged; the content check reports which.
-
-    weights: load the weights, too.
+    """Load a checkpoint. None without a manifest, or if its blobs were pruned or damaged; the
+    content check reports which. weights: read the weights now; False: on first use.
     """
     if manifest is None:
         return None

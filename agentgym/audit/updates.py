@@ -1,8 +1,8 @@
 """Check that training on the logged episodes gives the recorded weights, by taking the optimizer
 steps again.
 
-A stage's last weights follow from those it began with and from the episodes of its optimizer
-steps, and those of the warm start from demonstrations. All of these are in the store. Weights whose
+A stage's last weights follow from its first ones and from the episodes of its optimizer steps; the
+warm start's weights follow from the demonstrations. All of these are in the store. Weights whose
 steps are not taken again are not proven.
 """
 
@@ -33,9 +33,10 @@ TOLERANCE = 5e-3
 def check_updates(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], max_steps: int, checks: Checks
 ) -> None:
-    """Take the optimizer steps of each training step again and compare the weights.
+    """Take the optimizer steps of each finished warm start and stage again, and compare the last
+    weights with the recorded ones.
 
-    max_steps: a training step with more optimizer steps than this is skipped; 0: all are.
+    max_steps: a step of the run with more optimizer steps than this is skipped; 0: all are.
     Offline stages, stages with `rollout.max_staleness` and steps on Ray are always skipped.
     """
     for record in steps:

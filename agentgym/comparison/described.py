@@ -1,5 +1,5 @@
-"""Comparison described by its file: recipes, horizons, environments and seeds, shaped like
-params.yaml.
+"""A comparison as its YAML file describes it: recipes, horizons, environments and seeds, each with
+changes to params.yaml.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Return (the file, else DEFAULT; the `key.path=value` words). Errors: ConfigError for two."""
+    """Split command words into (file or DEFAULT; overrides). Errors: ConfigError for two files."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"expected one comparison file, got {', '.join(files)}")
@@ -30,7 +30,7 @@ def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
 
 
 class Matrix(Section):
-    """Every one of these recipes with every one of these horizons; None: all that are defined."""
+    """Rows of the table: each of these recipes with each of these horizons; None: all of them."""
 
     recipes: tuple[str, ...] | None = None
     horizons: tuple[str, ...] | None = None
@@ -57,7 +57,7 @@ class ExtraCell(Section):
 
 
 class Column(Section):
-    """An environment, as a column of the table: the changes of every row in it."""
+    """An environment as a column of the table, and the changes to every row's settings in it."""
 
     params: Path | None = None  # in place of the comparison's; relative to its file
     set: Layer = Field(default_factory=dict)
@@ -67,7 +67,9 @@ class Column(Section):
     horizons: dict[str, Layer] = Field(default_factory=dict)
 
     def beside(self, folder: Path) -> Self:
-        """Return the column with its files found and read from `folder`. Errors: ConfigError."""
+        """Return the column with paths resolved in `folder` and each `extends` read and merged.
+        Errors: ConfigError.
+        """
         read = {
             part: {name: _read(layer, folder) for name, layer in getattr(self, part).items()}
             for part in ("recipes", "horizons")
@@ -131,7 +133,7 @@ class Comparison(Section):
 
 
 def load_comparison(path: Path | str) -> Comparison:
-    """Load a comparison's file. Errors: ConfigError with one line."""
+    """Load a comparison's file and the files that it extends. Errors: ConfigError with one line."""
     path = Path(path)
     tree = read_tree(path)
     try:
@@ -151,7 +153,7 @@ class DescribedRow:
     recipe: str
     horizon: str
     group: str
-    until: str  # its last step; empty: the usual one
+    until: str  # its last step; empty: the last stage, or the last evaluation without columns
     seeds: Seeds
     params: Path
     layers: tuple[Layer, ...]  # each one is laid over the previous one
@@ -160,7 +162,7 @@ class DescribedRow:
 
 
 def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
-    """Yield a row per method and environment. Errors: ConfigError for an unknown name."""
+    """Yield a row per method and environment. Errors: ConfigError for an undefined name."""
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")

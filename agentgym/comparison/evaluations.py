@@ -41,7 +41,7 @@ class CellEvaluation:
 
     @cached_property
     def per_item(self) -> dict[str, FloatArray]:
-        """Success by name of `success`, [I]; NaN if an item has too few samples."""
+        """Success by the number's name, for example `pass_at_4`; [I], NaN for too few samples."""
         return per_item(self.table.greedy, self.table.samples)
 
     @property
@@ -57,7 +57,7 @@ class CellEvaluation:
 
     @property
     def no_turns_curve(self) -> str:
-        """Reason why its episodes say nothing about shorter horizons; empty: they do."""
+        """Reason why success at shorter horizons cannot be read from its episodes; else empty."""
         return obstacle(self.told, self.max_turns)
 
 
@@ -82,8 +82,10 @@ def _told(store: RunStore, answer: Manifest, result: Result) -> Iterator[str]:
 
 
 def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str, Any]:
-    """Return one row's curves in one column as JSON: success by turns, pass@k and pass^k over seeds
-    and items, with digest and coverage of each evaluation.
+    """Return the curves of one row and environment as JSON types, with intervals.
+    Keys: evaluations (digests) and coverage, by seed; turns (`budgets` and `success`, or None) and
+    no_turns_curve (the reason for None); pass_at and pass_hat for k = 1, 2, ..., if it has samples.
+    seeds: the evaluation of each seed, of the same items.
     """
     first = seeds[0]
     num_samples, why = first.table.samples.shape[1], first.no_turns_curve
@@ -119,7 +121,7 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
 def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
-    """Return an interval per budget. values: [B, S, I]."""
+    """Return intervals by budget. values: [budgets, seeds, items]; first: has families of items."""
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)

@@ -25,7 +25,7 @@ AXES = {
     "cpu_s": "CPU-seconds",
     "accelerator_h": "accelerator hours",
 }
-# Okabe and Ito: safe for colour-blind eyes
+# Okabe and Ito's palette, which color-blind readers can tell apart
 COLOURS = ("#56b4e9", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#1f2933")
 _OTHERS = "other recipes"
 _MARKERS = "os^DvPX"
@@ -34,7 +34,7 @@ Estimates = Sequence[Mapping[str, Any]]  # mean, low and high
 
 
 def figures_of_rows(table: Table) -> dict[str, bytes | None]:
-    """Return the figures of a table of recipes and horizons, by the end of their name."""
+    """Return PNGs of a table of recipes and horizons, by the file name's end; None: no data."""
     # validation rows exist to choose settings; do not compare them with test results
     rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
     places = _places(rows)
@@ -71,9 +71,9 @@ def success_png(
     *,
     alike: bool = False,
 ) -> bytes:
-    """Draw a panel per title: each row's success with its interval, its seeds, and its start.
+    """Draw a PNG with a panel per title: each row's success with its interval, seeds and start.
 
-    by_title: title -> (height, row, name of the number); names, places: of the heights;
+    by_title: title -> (height, row, name of the number); names, places: rows' names and heights;
     alike: all panels have the same axis.
     """
     from matplotlib.ticker import PercentFormatter
@@ -112,8 +112,7 @@ def lines_png(
     *,
     stepped: bool,
 ) -> bytes:
-    """Draw a panel per title, a line per name in it, its interval as a band: success against x.
-
+    """Draw a PNG of success against x: a panel per title, in it a line and a band per name.
     by_title: title -> name -> (x, success); stepped: success holds up to the next x.
     """
     names = list(dict.fromkeys(name for curves in by_title.values() for name in curves))
@@ -142,7 +141,7 @@ def lines_png(
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Draw validation success against its cost, a panel per recipe and cost; None without any."""
+    """Draw a PNG of validation success, panels by recipe and cost; None if no row has any."""
     from matplotlib.ticker import PercentFormatter
 
     lines = _panel_lines(
@@ -187,7 +186,7 @@ def curves_png(table: Table) -> bytes | None:
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
-    """Return title -> rows drawn together: of one recipe, of one group, or the other recipes."""
+    """Return title -> rows drawn together: those of one group, of one recipe, or the rest."""
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
         recipe, group = row["recipe"], row["group"]
@@ -211,7 +210,7 @@ def _series(row: RowJson, together: Sequence[RowJson]) -> str:
 
 
 def _colour_table(lines: Mapping[str, Sequence[RowJson]]) -> dict[str, tuple[str, str]]:
-    """Return a colour and marker per horizon, the same in every panel, and free ones for others."""
+    """Return label -> (color, marker), the same in all panels; distinct within one if possible."""
     table: dict[str, tuple[str, str]] = {}
     for rows in lines.values():
         names = [_series(row, rows) for row in rows]
@@ -229,7 +228,7 @@ def _curves(row: RowJson) -> list[Mapping[str, Any]]:
 
 
 def _mean_curve(row: RowJson, axis: str) -> tuple[Any, Any, Any, Any]:
-    """Return (mean cost, minimum, mean, maximum of success) over seeds, at shared checkpoints."""
+    """Return (mean cost; minimum, mean, maximum success) over seeds, at steps validated by all."""
     curves = _curves(row)
     shared = sorted(set.intersection(*(set(curve["step"]) for curve in curves)))
     where = [[curve["step"].index(step) for step in shared] for curve in curves]
@@ -248,7 +247,7 @@ def _thousands(value: float, _: Any) -> str:
 
 
 def _places(rows: Sequence[RowJson]) -> list[float]:
-    """Return each row's position, from the top, with a gap around recipes and groups."""
+    """Return each row's height, from 0 at the top, with a wider gap between recipes and groups."""
     blocks = [(row["group"], row["recipe"]) for row in rows]
     alone = [
         (group, "" if not group and blocks.count((group, recipe)) == 1 else recipe)

@@ -101,9 +101,9 @@ class Cell:
 
 
 def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cell, ...]:
-    """Return every cell, row by row: neighbours seldom share a step and wait for each other.
-
-    overrides: `key.path=value` over all settings of a cell. Errors: ConfigError.
+    """Return every cell, row by row: neighbors differ in seed and seldom wait for each other.
+    overrides: `key.path=value` over all settings of a cell.
+    Errors: ConfigError, also for no cell, two rows of one name or two cells that are the same run.
     """
     rows = list(described_rows(comparison))
     for name in sorted({row.name for row in rows}):
@@ -138,7 +138,10 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Return the pairs of rows that `contrasts` names. Errors: ConfigError."""
+    """Return the pairs of rows that `contrasts` names.
+
+    Errors: ConfigError if a contrast names no two rows, or rows that are not evaluated alike.
+    """
     first = {cell.row: cell for cell in reversed(cells)}
     pairs = []
     for a, b in comparison.contrasts:
@@ -167,7 +170,9 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
 
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Run a cell's steps and evaluations in processes. Errors: as `run_command`, with the cell."""
+    """Run a cell's steps, then the evaluations of its column, if any, each in a child process.
+    wait_s, stop, errors: as `run_command`; errors have the cell's title.
+    """
     folder = f"cells/{cell.slug}"
     run_command(
         ("step", cell.until, "--with-parents"),
@@ -220,7 +225,7 @@ def _cell(comparison: Comparison, row: DescribedRow, seed: int, overrides: Seque
 
 
 def _last_step(cfg: RunConfig, *, trained: bool) -> str:
-    """Return the last training of a run, or the last evaluation among its own steps."""
+    """Return the name of a run's last stage (`trained`), or of its last evaluation."""
     table = steps_of(cfg)
     return [
         name
@@ -257,8 +262,10 @@ def _check_judged(cell: Cell) -> None:
 
 
 def _check_comparable(a: Cell, b: Cell) -> None:
-    """Raise ConfigError unless both rows play the same items the same way; only the sampling
-    temperature may differ.
+    """Raise ConfigError unless both rows play the same items the same way.
+
+    Rows of a column need equal protocols; other rows the same environment and evaluation settings,
+    apart from the sampling temperature, on the test split.
     """
     if a.protocol is not None and b.protocol is not None:
         unlike = differences(a.protocol.semantic(), b.protocol.semantic())

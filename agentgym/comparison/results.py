@@ -97,7 +97,7 @@ class Row:
         return self._estimate(np.stack([result.after[key] for result in self.cells]), "share")
 
     def gain(self, key: str) -> Estimate | None:
-        """Gain over the row's own start; None if it trained nothing."""
+        """Gain over the row's own start; None if a cell trained nothing."""
         starts = self._starts(key)
         after = np.stack([result.after[key] for result in self.cells])
         return None if starts is None else self._estimate(after - starts, "difference")
@@ -111,9 +111,9 @@ class Row:
         return np.stack(values) if len(values) == len(self.cells) else None
 
     def minus(self, other: Row, key: str, *, confidence: float | None = None) -> Estimate:
-        """Return the difference to another row, over the seeds both have (ValueError: none).
+        """Return the difference of this row minus `other`, over the seeds that both have.
 
-        confidence: default, the row's.
+        confidence: None: the row's. Errors: ValueError if they share no seed.
         """
         shared = [seed for seed in self.seeds if seed in other.seeds]
         if not shared:
@@ -215,7 +215,11 @@ def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
 def table(
     comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]
 ) -> dict[str, Any]:
-    """Return the whole comparison as JSON types, the only source of figures and text."""
+    """Return the whole comparison as JSON types, the only source of figures and text.
+
+    Keys: name, title, key, confidence (None without rows), environments (only if these are the
+    columns), rows, contrasts (those with a seed in common), missing (titles of unfinished cells).
+    """
     by_name = {row.name: row for row in rows}
     contrasts = [
         (a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name
@@ -323,7 +327,7 @@ def _column_json(row: Row) -> dict[str, Any]:
 
 
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
-    """Return the costs of each axis that all of them have; an earlier version recorded fewer."""
+    """Return axis -> rounded costs, for axes that all have; an earlier version recorded fewer."""
     return {
         axis: [_round(cost[axis], digits) for cost in costs]
         for axis in AXES
@@ -383,9 +387,8 @@ def _round(value: float | None, digits: int = 4) -> float | None:
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """Write table and figures of the finished cells to `out` and to MLflow. Return the table.
-
-    Idempotent.
+    """Write table and figures of the finished cells to `out` and, if there are any, to MLflow.
+    Idempotent. Return the table.
     """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)
@@ -398,7 +401,7 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
 
 
 def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
-    """Send tables and figures to MLflow, with a run per finished cell below them. Idempotent."""
+    """Send tables and figures to MLflow, in a run with a child per finished cell. Idempotent."""
     shown = []
     for row in rows:
         names = {"row": row.name, "recipe": row.first.recipe, "horizon": row.first.horizon}

@@ -23,8 +23,8 @@ from agentgym.comparison.figures import (
 from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.pages import gain, label, points
 
-# distance from 1, or from 0 as a floor: if both rows of a contrast are nearer, little can show
-# between them
+# distance from 1 (ceiling) or 0 (floor): if both rows of a contrast are nearer, their difference
+# can only be small
 CEILING = 0.06
 
 
@@ -34,7 +34,7 @@ def literal(name: str) -> str:
 
 
 def text_of_rows(table: Table) -> list[str]:
-    """Return success in percent by recipe and horizon; the contrasts; and how to read both."""
+    """Return parts of Markdown: success by recipe and horizon, contrasts, and how to read both."""
     contrasts = [_contrasts(table["contrasts"])] if table["contrasts"] else []
     return [_results(table["rows"]), *contrasts, _reading(table)]
 
@@ -57,7 +57,7 @@ def _results(rows: Sequence[RowJson]) -> str:
 
 
 def titles_of(row: RowJson, name: str) -> tuple[str, str]:
-    """Return the two first columns: recipe and horizon, if `name` is only these; else the name."""
+    """Return a line's first cells: recipe, or `name` if it is not recipe and horizon; horizon."""
     plain = name == " ".join(filter(None, (row["recipe"], row["horizon"])))
     return literal(row["recipe"] if plain else name), literal(row["horizon"])
 
@@ -94,7 +94,7 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return `ceiling` or `floor`, with ` (greedy)` if only of greedy success; else nothing."""
+    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else empty."""
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -150,7 +150,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def figures_of_grid(table: Table) -> dict[str, bytes | None]:
-    """Return the figures of a grid, by the end of their name; None for one without numbers."""
+    """Return PNGs of a table of environments, by the file name's end; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
     by_env = {
         env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
@@ -166,7 +166,7 @@ def figures_of_grid(table: Table) -> dict[str, bytes | None]:
 
 
 def text_of_grid(table: Table) -> list[str]:
-    """Return Markdown tables: one per number, gains, contrasts and costs; and how to read them."""
+    """Return parts of Markdown: a table per number, gains, contrasts, costs; how to read them."""
     rows, parts = table["rows"], []
     for key in shared_keys(rows):
         parts.append(
@@ -204,7 +204,7 @@ def main_key(rows: Sequence[RowJson]) -> str:
 
 
 def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
-    """Return the rows for `curves_png`: panels per environment, a line in them per method."""
+    """Return copies of the rows for `curves_png`: grouped by environment, named by method."""
     envs = [row["environment"] for row in rows]
     alone = {env for env in envs if envs.count(env) == 1}  # the title is the row's name
     return [
@@ -220,7 +220,7 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
-    """Draw success against turns, or pass@k. None if no cell has more than one value."""
+    """Draw a PNG of success by `turns`, or pass@k (`pass_at`); None if no cell has two values."""
     by_env = {
         env: {
             method: curve
@@ -266,7 +266,7 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 
 
 def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
-    """Return the start by environment; None if the cells of some column started differently."""
+    """Return environment -> success at the start; None without one, or if any has several."""
     starts: dict[str, set[str]] = {}
     for row in rows:
         if "start" in row:
@@ -336,7 +336,7 @@ def _grid_reading(table: Table) -> str:
 
 
 def result_files(table: Table) -> dict[str, bytes]:
-    """Return the files of a comparison, by file name: table as JSON and as text, and figures."""
+    """Return the files of a comparison, by file name: table (JSON and Markdown) and figures."""
     name = table["name"]
     figures = figures_of_grid if table.get("environments") else figures_of_rows
     pngs = figures(table) if table["rows"] else {}
@@ -348,7 +348,7 @@ def result_files(table: Table) -> dict[str, bytes]:
 
 
 def table_markdown(table: Table) -> str:
-    """Return the tables and how to read them, as Markdown."""
+    """Return the tables and how to read them, as Markdown; a note if no cell is finished."""
     parts = [f"# {literal(table['title'] or table['name'])}"]
     if not table["rows"]:
         return f"{parts[0]}\n\nNo cell is done.\n"
@@ -360,7 +360,7 @@ def table_markdown(table: Table) -> str:
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
-    """Return the same numbers as MLflow tables, by file name: a line per row, and per contrast."""
+    """Return MLflow's tables (JSON) by file name: one of rows, one of contrasts; no empty one."""
     import pandas as pd
 
     rows = [

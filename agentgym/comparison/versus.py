@@ -50,9 +50,11 @@ class NamedResult:
 
 
 def find_result(word: str, cfg: RunConfig) -> NamedResult:
-    """Return a result: by the beginning of an evaluation's digest, by a step of a run (`:stage-3`,
-    `RUN:stage-3`: the run's own evaluation of it), or by a folder or its result.json. A file from
-    elsewhere is not checked, and its name states this. Errors: ConfigError.
+    """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
+    (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
+
+    Files outside `evaluations` of the state folder are not checked, and their names state this.
+    Errors: ConfigError.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
@@ -87,9 +89,11 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 
 
 def versus(named: Sequence[NamedResult], *, confidence: float | None = None) -> dict[str, Any]:
-    """Return the comparison of every result with the first one.
+    """Return the comparison of every result with the first one, as JSON types.
 
-    confidence: default, the protocol's. Errors: ConfigError, for example for other questions.
+    Keys: schema_version, confidence, baseline (name of the first), results, contrasts.
+    confidence: None: the protocol's. Errors: ConfigError for fewer than two results, one with too
+    low coverage, or two that cannot be compared, for example because they played other items.
     """
     if len(named) < 2:
         raise ConfigError("a comparison needs two results or more")
@@ -162,7 +166,9 @@ def _result_json(named: NamedResult, confidence: float) -> dict[str, Any]:
 
 
 def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, Any]:
-    """Return success against an episode's budget; against turns unless the policy knew these."""
+    """Return `curves`, success against an episode's budget as `curves` computes it, and
+    `no_turns_curve`, why the curve against turns is left out: the policy knew its limit; else "".
+    """
     max_turns = horizon_of(named.result, env)
     why = obstacle(_told(named, env), max_turns)
     shown = [
@@ -174,7 +180,7 @@ def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, A
 
 
 def horizon_of(result: Result, env: str) -> int:
-    """Maximum number of turns of an episode; the longest one's if the protocol has no number."""
+    """Maximum number of turns of an episode; without one in the protocol, those of the longest."""
     for env_protocol in result.identity["protocol"]["envs"]:
         if env_protocol["env"]["name"] == env:
             return int(env_protocol["max_turns"])
@@ -205,7 +211,7 @@ def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _told(named: NamedResult, env: str) -> Iterator[str]:
-    """Yield the texts that a policy was shown: its instructions and its first episodes."""
+    """Yield texts that a policy was shown: instructions, and observations of stored episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder
     if folder is None or not (folder / EPISODES).is_file():
@@ -266,7 +272,7 @@ def env_lines(env: str, row: Json) -> list[str]:
 
 
 def table_markdown(versus: Json) -> str:
-    """Return a table of every result against the first one, a column per environment."""
+    """Return a Markdown table: results by environment, with the differences to the first one."""
     envs = list(versus["results"][0]["envs"])
     first = versus["contrasts"][0]["envs"]
     lines = [[literal(versus["baseline"]), *(percent(first[env]["before"]) for env in envs)]]
@@ -294,7 +300,7 @@ def files(versus: Json) -> dict[str, bytes]:
 
 
 def differences_png(versus: Json) -> bytes:
-    """Draw each difference with its interval; grey: too small to be shown with these items."""
+    """Draw differences with intervals as PNG; gray bar: too small to be shown with these items."""
     rows = [
         (f"{contrast['after']}\n{env}", row)
         for contrast in versus["contrasts"]
@@ -316,7 +322,7 @@ def differences_png(versus: Json) -> bytes:
 
 
 def _curve_figures(versus: Json) -> list[tuple[str, str, bytes]]:
-    """Return (file name without .png, caption, PNG) per environment and axis, if it has curves."""
+    """Return (file name without .png, caption, PNG) by environment: success by budget and by k."""
     figures = []
     for env in versus["results"][0]["envs"]:
         by_name = {result["name"]: result["envs"][env] for result in versus["results"]}

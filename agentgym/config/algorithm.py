@@ -1,5 +1,5 @@
-"""The settings of `algorithm`: one family for each kind of recipe, so that a setting without
-meaning for a recipe is refused.
+"""The section `algorithm` of params.yaml: one class of settings for each kind of recipe, so that a
+setting without meaning for a recipe is refused.
 """
 
 from __future__ import annotations
@@ -327,7 +327,9 @@ def max_refills(algorithm: AlgorithmConfig) -> int:
 
 
 def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
-    """Return `values` without known settings that `recipe` lacks or reads differently."""
+    """Return `values`, the settings of another recipe, without those that `recipe` lacks or reads
+    differently. Unknown names stay, for the validation to report.
+    """
     try:
         former, family = family_of(values.get("recipe", DEFAULT_RECIPE)), family_of(recipe)
     except ValueError:  # the validation reports it

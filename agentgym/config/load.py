@@ -1,4 +1,4 @@
-"""Reading params.yaml: files that extend each other, layers, overrides and error texts."""
+"""Read params.yaml: files that extend each other, layers, overrides and error texts."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Setting:
 
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
-    """Yield every setting, section by section."""
+    """Yield every setting, section by section; a recipe's settings have its family's defaults."""
     algorithm = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
     yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": algorithm}), ())
 
@@ -152,7 +152,7 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def config_digest(semantic: dict[str, Any]) -> str:
-    """sha256 of the canonical JSON of semantic fields."""
+    """sha256 of the fields that change results, as canonical JSON; 64 hex digits."""
     return hashlib.sha256(
         json.dumps(semantic, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -167,7 +167,7 @@ def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
             f"{path} extends itself, by way of {', '.join(str(other) for other in extended_by)};"
             " remove one `extends`"
         )
-    # so that no `extends` or flow parameter quotes a key file in its error
+    # errors of YAML quote the file: `extends` or a flow's parameter must not reveal a key file
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"parameter file {path} must end in .yaml or .yml")
     if not path.is_file():
@@ -213,7 +213,8 @@ def _check_size(tree: Any, path: Path | str) -> None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with the values of `over`, section by section.
+    """Return a copy of `base` with the values of `over`, section by section; lists and env.options
+    are replaced whole.
 
     Settings of `base` that were chosen for another recipe or kind of model are left out.
     """
@@ -258,7 +259,7 @@ RENAMED = {"system_prompt": "instructions", "offline": "algorithm"}
 
 
 def first_line(error: ValidationError, root: type[BaseModel] = RunConfig) -> str:
-    """Return the first problem as one line; an unknown key with the nearest known one.
+    """Return a validation's first problem as one line; an unknown key with the nearest known one.
     root: the model that was validated.
     """
     problems = error.errors(include_url=False)

@@ -306,7 +306,7 @@ class RunConfig(Section):
 
     @property
     def state_dir(self) -> Path:
-        """The folder all state of this project lives under."""
+        """Folder of all local state: the parent of `store.path`."""
         return self.store.path.parent
 
     @property
@@ -332,7 +332,7 @@ class RunConfig(Section):
 
     @property
     def tracking_uri(self) -> str:
-        """URI of MLflow's store; by default absolute, as MLflow freezes relative artifact roots."""
+        """URI of MLflow's store. The default is absolute: MLflow keeps artifact paths as given."""
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 
 
@@ -344,8 +344,8 @@ def is_elsewhere(cfg: RunConfig) -> bool:
 
 
 def refused_elsewhere(cfg: RunConfig) -> str | None:
-    """Return the error text, with a remedy each, for settings that are of no use, or unsafe, for
-    steps on other machines, or None.
+    """Return the error text for settings that steps on other machines cannot use or that are unsafe
+    there, with a remedy for each; None without any, or if steps run on this machine.
     """
     if not is_elsewhere(cfg):
         return None

@@ -1,4 +1,4 @@
-"""Defaults of a pretrained model.
+"""Defaults of settings for a pretrained model.
 
 params.yaml and the fields of the sections hold the settings of the small default model. Actions,
 contexts, learning rates and the size of evaluations of a pretrained model differ by an order of
@@ -111,7 +111,7 @@ def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tree without the settings that depend on the kind of model."""
+    """Return a copy of the tree without the settings that `defaults` has values for."""
     paths = defaults({})
 
     def copied(inner: Mapping[str, Any], at: str) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def without_sizes(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_pretrained(tree: Mapping[str, Any]) -> bool:
-    """Return True if the tree names a pretrained model."""
+    """Return True if the tree names a pretrained model (`model.source` is hub)."""
     return bool(_section(tree, "model").get("source") == "hub")
 
 
 def _longest(tree: Mapping[str, Any]) -> int | None:
-    """Return the turns of the longest episode; None if a horizon is invalid."""
+    """Return the largest `max_turns` of training, evaluation and validation; None if invalid."""
 
     def relevant(name: str) -> dict[str, Any]:
         return {key: value for key, value in _section(tree, name).items() if key in RELEVANT}

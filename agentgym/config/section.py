@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take 64 bits with a sign
+Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take signed 64 bits
 
 
 class ConfigError(ValueError):

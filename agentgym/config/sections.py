@@ -387,8 +387,8 @@ class ValidationConfig(Section):
 
 
 def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
-    """Return a recorded environment as it may be started here.
-    It has the servers of the owner's configuration if the same environment is there, else none.
+    """Return an environment from a stored record, with settings safe to start it here: servers and
+    limits are those of the same environment in the owner's configuration, else the defaults.
 
     owner_envs: the environments of the owner's configuration.
     Errors: ConfigError if an option names an address, a path or a variable that the owner's
@@ -410,6 +410,6 @@ def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
 
 
 def asked_of(env: EnvConfig) -> str:
-    """Return the addresses, paths and variables in an environment's options, for people."""
+    """Return the addresses, paths and variables in an environment's options, as text."""
     values = outward(env.name, env.options)
     return ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items())

@@ -24,7 +24,7 @@ TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 
 
 def load_data(cfg: RunConfig) -> Splits:
-    """Return the configured items, checked against the run's settings. Errors: ConfigError."""
+    """Return the run's items, checked against its settings. Errors: ConfigError, DataError."""
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     algorithm = cfg.algorithm
     if isinstance(algorithm, ExplorationConfig) and algorithm.num_items > len(splits.train) // 3:
@@ -82,7 +82,7 @@ def tasks_json(tasks: Tasks, splits: Splits) -> bytes:
 
 def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
     """Return the digests of all items' tasks, with warnings about items of the same task.
-    Start a child process for each environment that can compute them.
+    Each environment that can compute them does so in a child process.
     Errors: ConfigError if an item names no task, or the environment cannot run here as configured.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities
@@ -103,8 +103,8 @@ def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
 
 
 def _check_draws(cfg: RunConfig, splits: Splits) -> None:
-    """Raise ConfigError if one optimizer step could draw an item twice.
-    Equal keys give equal samples.
+    """Raise ConfigError if one optimizer step could draw an item twice: both draws would sample the
+    same episodes, token for token.
     """
     items_per_step = cfg.rollout.items_per_step
     rounds = 1 + max_refills(cfg.algorithm)

@@ -73,7 +73,7 @@ def fetch_data(cfg: RunConfig, store: RunStore) -> bool:
 
 
 def _files(cfg: RunConfig) -> dict[str, Path]:
-    """Return name in the store -> path, for every file that the run may read."""
+    """Return name in the store -> path of every data file that the run may read."""
     lists = [path for env in cfg.env_weights for path in cfg.data.path.glob(f"*/{env}_*.json")]
     files = {f"{LISTS}.{path.parent.name}.{path.name}": path for path in lists}
     if cfg.warm_start.source == "trajectories":
@@ -83,7 +83,7 @@ def _files(cfg: RunConfig) -> dict[str, Path]:
 
 
 def _path_of(cfg: RunConfig, name: str) -> Path:
-    """Return the path of a file of the store. Errors: DataError for a name of another form."""
+    """Return the path to which a stored file is copied. Errors: DataError for an unknown name."""
     match = NAME.fullmatch(name)
     if match is None:
         raise DataError(f"data.digest {cfg.data.digest[:12]} in the store holds {name!r}, no list")

@@ -38,7 +38,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class DataError(ConfigError):
-    """A dataset that no run can start from. One line, like every ConfigError."""
+    """Error of a dataset that no run can start from; one line, like every ConfigError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +120,8 @@ def has_lists(path: Path, env: str) -> bool:
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
-    """Merge the splits of several environments by `interleave`, so that every prefix of a split
-    has their shares.
+    """Merge the splits of several environments by `interleave`, so that each prefix of a split has
+    about their shares in `weights`. The digest is one of all digests; a single one is kept.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
@@ -135,7 +135,7 @@ def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
 
 
 def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item]:
-    """Return all items, environments by weighted round robin while they have any.
+    """Return all items in an order in which environments take turns by weight while they have any.
     The items of one environment keep their order.
     """
     waiting: dict[str, list[Item]] = {}
@@ -318,8 +318,8 @@ class _Epochs:
 
 
 def load_ids(path: Path, env: str) -> list[str]:
-    """Read the item ids of one environment from any file, in its order.
-    Errors: DataError, also for an id that occurs twice.
+    """Read one environment's item ids from a JSON list of objects with `item_id`, in its order.
+    Errors: DataError, also for an id of another environment, without a number or listed twice.
     """
     if not path.is_file():
         if PUBLISHED in path.parents:
@@ -342,7 +342,7 @@ def load_ids(path: Path, env: str) -> list[str]:
 
 
 def read_json(path: Path, restore: str = "") -> Any:
-    """Return the content of a JSON file from any source; a byte order mark is skipped.
+    """Return the content of a JSON file, of any shape; a byte order mark is skipped.
 
     restore: advice for a broken file, in the error's text.
     Errors: FileNotFoundError, DataError.
@@ -365,7 +365,7 @@ def read_json(path: Path, restore: str = "") -> Any:
 
 
 def _read_ids(root: Path, name: str) -> list[str]:
-    """Return the item ids of one file, in its order. Errors: DataError."""
+    """Return the item ids of one file, in its order, as they are written. Errors: DataError."""
     path = root / name
     pointer = Path(f"{root}.dvc")
     restore = f"; restore it with `dvc pull --force {pointer}`" if pointer.is_file() else ""

@@ -56,7 +56,7 @@ class Imported:
 
 
 def run_dvc(*arguments: str, timeout_s: float) -> str:
-    """Run `dvc` and wait for it. Result: its output. Errors: DvcError, also after timeout_s."""
+    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after timeout_s."""
     shown = " ".join(("dvc", *arguments))
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
     rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the
     commit.
     An earlier import at that commit is kept; if its folder is missing, it is pulled.
-    A killed import starts over.
+    A killed import starts over. A known license is noted in the `.dvc` file.
     Errors: ConfigError for mistakes you can correct, DataError if the folder differs from the pin,
     DvcError.
     """
@@ -135,8 +135,8 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
     """Have `write` fill the folder `out`, and pin it with `dvc add`.
     Result: the `.dvc` file, and what `write` returned.
 
-    A folder that DVC tracks already is replaced if all its files match; DVC's cache keeps the
-    earlier content.
+    A folder that DVC tracks already is replaced if all its files match `pattern`; DVC's cache keeps
+    the earlier content.
     A killed call starts over.
     pattern: glob for the file names.
     Errors: ConfigError if the folder is not tracked or has other files; DvcError.
@@ -219,7 +219,7 @@ def _check_project(out: Path) -> None:
 
 
 def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
-    """Refuse an import with Git LFS pointers, which DVC takes for the files if it gets no content.
+    """Refuse an import with Git LFS pointers, which DVC imports in place of files it cannot fetch.
     Errors: DvcError, after `pointer` was deleted, so that nothing is pinned.
     """
     for file in sorted(out.rglob("*")):
@@ -261,8 +261,8 @@ def _pinned_source(pointer: Path) -> tuple[str, str] | None:
 
 
 def _resolve(url: str, rev: str) -> str:
-    """Return the commit of a branch or tag, as its repository has it now; a full id as it is.
-    Errors: ConfigError if the repository or the name is unknown.
+    """Return the full commit id that a branch or tag has now; a full id is returned unchanged.
+    Errors: ConfigError if git or the repository cannot be reached, or the name is unknown.
     """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""Trajectories of others, in AgentGym's published layout: read, checked, and written for a run to
-learn from.
+"""Trajectories that other agents recorded, in AgentGym's published layout: read, checked, and
+written for a run to learn from.
 
 A file is a JSON list of `{"item_id": ..., "conversations": [{"from": human | gpt, "loss": true |
 false | null, "value": text}]}`.
@@ -91,6 +91,7 @@ def read_files(
 ) -> tuple[list[dict[str, Any]], list[Refusal]]:
     """Return (rows to learn from, refused rows), checked against the item lists of the run.
 
+    drop_refused: leave refused rows out; False: raise.
     Errors: DataError if a row is refused and not dropped, or if none is left.
     """
     accepted: list[dict[str, Any]] = []
@@ -126,8 +127,8 @@ def read_files(
 
 
 def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[Refusal]:
-    """Return refusals for trajectories of items outside the train lists: test or unlisted items.
-    splits: by environment.
+    """Return refusals for trajectories of items outside the train lists: test items, unlisted ones,
+    and those of environments without lists. splits: by environment.
     """
     refusals: list[Refusal] = []
     tests = {item.item_id for part in splits.values() for item in part.test}
@@ -221,7 +222,7 @@ def chosen(
     order: Sequence[int],
     num_trajectories: int,
 ) -> list[Recorded]:
-    """Return the first `num_trajectories`, environments by weighted round robin.
+    """Return the first `num_trajectories`, environments in turns by weight (see `interleave`).
 
     Trajectories of one item stay together.
     order: permutation of the items, which are numbered by first occurrence.
@@ -399,7 +400,7 @@ def _task_id(item_id: Any) -> int:
 
 
 def _length(value: Any) -> int:
-    """Return the characters of a text; -1 for other values and for half a surrogate pair."""
+    """Return the number of characters; -1 for no text and for a text with half a surrogate pair."""
     try:
         return len(value) if isinstance(value, str) and value.encode() is not None else -1
     except UnicodeEncodeError:
@@ -407,7 +408,7 @@ def _length(value: Any) -> int:
 
 
 def _failures(schema: Any, table: Any, names: list[str]) -> dict[int, str]:
-    """Return row index -> the first of `names` whose check the row fails, in the table's order."""
+    """Return row index -> the first of `names` whose check the row fails; failing rows only."""
     import pandera.pandas as pa
 
     first: dict[int, str] = {}

@@ -41,7 +41,7 @@ from agentgym.models.tensorfiles import Snapshot, StoredTensors
 
 
 class LocalLearner:
-    """The trained weights and the state of their optimizers."""
+    """One rank's networks and optimizers: scores batches, updates weights and copies its state."""
 
     def __init__(
         self,
@@ -56,9 +56,11 @@ class LocalLearner:
         settings: LearnerConfig | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """Set up the networks on the ranks.
+        """Set up the networks on the ranks. Optimizers begin anew; see `load_optimizers`.
         model, reference: causal language models built with RAGGED attention; the reference is never
         trained, and may be the model itself, scored without its adapter.
+        total_steps: length of the learning-rate schedule. critic_lr: None: that of `config`.
+        adapter: of the model, if only its matrices are trained.
         """
         self.ranks, self._settings = ranks or ProcessGroup(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout, because the engine samples without it
@@ -92,11 +94,13 @@ class LocalLearner:
             self._values = optimized(critic.eval(), critic_config)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the whole, detached weights to publish: with the adapter merged, or it alone."""
+        """Return the weights for engines by name, whole and detached: with the adapter merged, or
+        only the adapter's matrices if it is published alone.
+        """
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
-        """Copy `weights` to host memory, one at a time; rank 0 returns them, others nothing."""
+        """Copy `weights` to host memory, one at a time. Rank 0 returns them, other ranks {}."""
         copies = {}
         for name, tensor in self._published():
             if self.ranks.rank == 0:
@@ -115,7 +119,9 @@ class LocalLearner:
         )
 
     def snapshot(self, with_optimizer: bool = True) -> Snapshot:
-        """Copy all that another learner needs to continue, or this rank's part of it."""
+        """Copy all that another learner needs to continue, or this rank's part, to host memory.
+        with_optimizer: False leaves out the optimizers' state.
+        """
         trained = WEIGHTS if self._adapter is None else ADAPTER
         files = self.ranks.snapshot(self._policy.parameters(), trained)
         if self._values is not None:
@@ -127,7 +133,7 @@ class LocalLearner:
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
-        """Load the optimizers' stored state; weights come with the models."""
+        """Load the optimizers' states, by file name. Errors: as `OptimizedNetwork.load_state`."""
         self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
             self._values.load_state(states[CRITIC_OPTIMIZER])
@@ -223,8 +229,8 @@ class LocalLearner:
         # entropy, reference KL and critic losses need all sequences, also those without advantage
         signal = all_sequences(experience.batch) if has_more or algorithm.entropy_coef else carrying
         num_minibatches = min(algorithm.minibatches, max(len(signal), 1))
-        # weights over the whole batch: if few groups carry signal, their tokens must not get the
-        # weight of all
+        # computed over the whole batch: a token has the same weight whether few or many groups
+        # carry signal
         weights = num_minibatches * aggregation_weights(
             sequence,
             num_sequences,
@@ -266,8 +272,8 @@ class LocalLearner:
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of sequences outside the update, 0 for the
-        others; all 0 if the experience has its log-probabilities.
+        """Return [2, n] log-probabilities and entropies of sequences that the update leaves out, 0
+        for the others; all 0 if the experience has its log-probabilities.
         """
         batch = experience.batch
         if experience.logprobs is not None:
@@ -355,7 +361,7 @@ class LocalLearner:
         step: int,
         loss_of: LossFunction,
     ) -> dict[str, float]:
-        """Take one update of one network. Return loss, logged values and the gradient's norm."""
+        """Take one update of one network. Return loss, logged values and `grad_norm`, by name."""
         optimized.zero_grad()
         logged = self.passes.forward_backward(batch, dealt, loss_of)
         self._optimize(optimized, step, logged)

@@ -1,4 +1,4 @@
-"""Distribution of a batch over ranks, there over micro-batches, and the passes over these."""
+"""Distribution of a batch over ranks and micro-batches, and forward and backward over these."""
 
 from __future__ import annotations
 
@@ -292,7 +292,9 @@ class Passes:
         )
 
     def shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield this rank's micro-batches, as many as every rank: forwards need all ranks."""
+        """Yield (sequences of a micro-batch, True if they count) for this rank. Every rank yields
+        as many, because a forward needs all ranks: one that has no more yields (idle, False).
+        """
         of_rank = dealt.ranks[self._ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
             counts = index < len(of_rank)
@@ -344,14 +346,16 @@ class Passes:
 
 
 def all_sequences(batch: Batch) -> Tensor:
-    """Return the indices of all sequences of a batch, [B]."""
+    """Return the indices of all sequences of a batch, [B] int64."""
     return torch.arange(batch.num_sequences, device=batch.starts.device)
 
 
 def minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
-    """Yield each epoch's sequences in `count` random parts, ascending; none is empty."""
+    """Yield each epoch's sequences in `count` random parts, ascending; empty ones are left out.
+    sequences: [R] int64. key: the same one gives the same parts.
+    """
     order = np.random.Generator(np.random.Philox(key=list(key)))
     for _ in range(epochs):
         shuffled = torch.from_numpy(order.permutation(len(sequences))).to(sequences.device)

@@ -1,5 +1,5 @@
 """The objective of a policy-gradient update: losses of policy and critic, corrections for the
-distance from the engine that sampled, and the distance from the reference.
+mismatch of engine and learner, and the distance from the reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from agentgym.types import EngineMismatch
 def scored(
     experience: Experience, scores: Tensor, algorithm: PolicyGradientConfig, step: int
 ) -> Experience:
-    """Return the experience with the learner's log-probabilities, its corrections and distances.
+    """Return the experience with the learner's log-probabilities and entropies, the corrections of
+    each token's loss, and metrics of the distance from engine and reference.
 
     scores: [2, n] log-probabilities and entropies, nats, before the update; step: from 1.
     Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`.
@@ -57,7 +58,9 @@ def scored(
 
 
 def corrections_of(batch: Batch, logprobs: Tensor, algorithm: PolicyGradientConfig) -> Tensor:
-    """Return `corrections` of a batch's action tokens; logprobs: [n] of the learner."""
+    """Return [n] factors that correct each action token's loss for the mismatch of engine and
+    learner, see `corrections`. logprobs: [n] of the learner.
+    """
     acted = batch.action_mask
     return corrections(
         logprobs,
@@ -115,7 +118,9 @@ def critic_objective(
     algorithm: PolicyGradientConfig,
     num_minibatches: int,
 ) -> LossFunction | None:
-    """Return the critic's loss function; None without a critic."""
+    """Return the critic's loss function of one update; None without critic, values or targets.
+    num_minibatches: factor of the loss, as a minibatch has about 1 / num_minibatches of the tokens.
+    """
     values, targets = experience.values, experience.targets
     if values is None or targets is None or critic is None:
         return None

@@ -45,7 +45,7 @@ class HostMemory:
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the rate at optimizer step 1 .. total_steps, never 0 at the first one."""
+    """Return the learning rate of optimizer step 1 .. total_steps; it is never 0 at the first."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -152,7 +152,7 @@ class OptimizedNetwork:
         return norm
 
     def weights(self) -> dict[str, Tensor]:
-        """Return this rank's parts of all parameters, detached; a tied tensor as its owner's."""
+        """Return this rank's parts of all parameters by name, detached; a tied tensor once."""
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def parameters(self) -> dict[str, Tensor]:
@@ -179,7 +179,7 @@ class OptimizedNetwork:
         return tensors
 
     def _at_rest(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's storage between two updates, detached."""
+        """Return the tensor that has the values between updates: the host's if offloaded."""
         return (self._host[tensor] if self._host else tensor).detach()
 
     def load_state(self, stored: StoredTensors) -> None:
@@ -238,7 +238,7 @@ class OptimizedNetwork:
                 )
 
     def _narrow(self, names: Iterable[str]) -> dict[str, nn.Parameter]:
-        """Return those of the parameters that have a separate master weight."""
+        """Return the parameters among `names` that have a separate master weight, by name."""
         parameters = {name: self._trained[name] for name in names}
         return {name: part for name, part in parameters.items() if part is not self._masters[name]}
 
@@ -252,7 +252,7 @@ class OptimizedNetwork:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter, or a float32 master weight, to which a hook moves each gradient."""
+    """Return the parameter if float32 or wider, else a float32 master that gets its gradients."""
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

@@ -45,7 +45,7 @@ class ProcessGroup:
         return tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Return a copy of this rank's share of the tensors, by `file_name`, in host memory."""
+        """Return a copy of this rank's share in host memory, by `file_name` of `name`."""
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         return {name: TensorFile.of(copies)}
 

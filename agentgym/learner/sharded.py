@@ -74,7 +74,9 @@ class Sharded(ProcessGroup):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Copy this rank's share; a tensor that every rank has is copied by one of them."""
+        """Return a copy of this rank's share in host memory, by file name. A tensor that every rank
+        has is in the file of one of them.
+        """
         copied = _Copied()
         planner = DefaultSavePlanner(
             flatten_state_dict=False, flatten_sharded_tensors=False, dedup_save_to_lowest_rank=True
@@ -90,7 +92,7 @@ class Sharded(ProcessGroup):
         tensor.copy_(whole)
 
     def load(self, tensors: Mapping[str, Tensor], stored: StoredTensors) -> None:
-        """Load this rank's rows; torch.distributed.checkpoint works out which rows those are."""
+        """Load this rank's rows in place; torch.distributed.checkpoint computes which they are."""
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _plain_errors():
             load(

@@ -19,7 +19,7 @@ from agentgym.models.tensorfiles import StoredTensors
 
 @dataclass(frozen=True)
 class LearnerPlan:
-    """A learner's starting point; weights and optimizers by their places in the store."""
+    """A learner's starting point: settings, and references to stored weights and optimizers."""
 
     architecture: str  # config.json
     weights: StoredTensors  # of the policy
@@ -28,14 +28,14 @@ class LearnerPlan:
     has_critic: bool = False
     critic: StoredTensors | None = None  # weights; None: a new critic on the policy's body
     critic_lr: float | None = None
-    reference: StoredTensors | None = None  # weights
+    reference: StoredTensors | None = None  # weights; None: no reference
     # by file name; empty: new optimizers
     optimizer_states: Mapping[str, StoredTensors] = field(default_factory=dict)
     settings: LearnerConfig = field(default_factory=LearnerConfig)
-    adapter: Adapter | None = None  # trained weights; None: all
+    adapter: Adapter | None = None  # its matrices alone are trained; None: all weights are
 
     def files(self) -> dict[str, bytes]:
-        """Return a commit's files for this learner other than tensors."""
+        """Return name -> content of a commit's files other than tensors: an adapter's record."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
@@ -105,7 +105,9 @@ def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None
 
 
 def fill_adapted(ranks: ProcessGroup, model: nn.Module, adapter: Adapter) -> None:
-    """Load this rank's parameters of a model with an adapter. Errors: see `fill`."""
+    """Load this rank's parameters of a model with an adapter; matrices that are not stored are new.
+    Errors: see `fill`.
+    """
     tensors = weights_of(model)
     matrices = {name: tensor for name, tensor in tensors.items() if is_matrix(name)}
     frozen = {plain_name(name): tensor for name, tensor in tensors.items() if not is_matrix(name)}
