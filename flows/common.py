@@ -64,7 +64,7 @@ class RunRequest(BaseModel):
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run, for `run_of`."""
+    """Add the arguments of a run, --params and overrides, which `run_of` reads."""
     parser.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
     )
@@ -74,7 +74,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(arguments: argparse.Namespace) -> RunRequest:
-    """Return the run of a command line."""
+    """Return the run that the arguments of `add_run` describe."""
     return RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 
 

@@ -48,6 +48,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
     """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
 
     ports: of the services in PORTS; None: the usual one if it is free, else any.
+    Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
     """
     with _alone(state):
         services = running(state)
@@ -192,7 +193,10 @@ def _stop(state: Path) -> None:
 def _listener(
     wanted: int | None, usual: int, variable: str, command: str = "make up"
 ) -> socket.socket:
-    """Return a listener at the wanted port, or at the usual one or any. Errors: ConfigError."""
+    """Return a listening socket at the wanted port; if that is None, at the usual one or any.
+
+    command, variable: named in the error. Errors: ConfigError if the wanted port cannot be used.
+    """
     try:
         return listener(usual if wanted is None else wanted)
     except OSError as error:

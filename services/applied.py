@@ -81,7 +81,7 @@ def apply(services: Services) -> list[str]:
 
 
 def known(services: Services) -> tuple[Known, Known]:
-    """Deployments and automations of a server, by name. Errors: OSError (urllib's), ValueError."""
+    """Return (deployments, automations) of a server by name. Errors: OSError, ValueError."""
 
     def every(kind: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(
     what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
-    """Yield a line if the two differ. switch: name of the field that turns it on."""
+    """Yield a line if the two differ; None means absent. switch: the field that turns it on."""
     if then == now:
         return
     state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""

@@ -107,7 +107,7 @@ def prefect(host: str, port: int) -> int:
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """Write the logins and become MLflow's server, which serves artifacts. Errors: ConfigError."""
+    """Write the logins, then replace this process with MLflow's server. Errors: ConfigError."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)
@@ -236,7 +236,7 @@ def deployments() -> list[str]:
 
 
 def worker() -> int:
-    """Run a worker of the pool, and a thread for runs that Prefect neglects."""
+    """Run a worker of the pool, and `_look_after` in a thread. Errors: ConfigError (no login)."""
     login = _login(CLIENT_LOGIN, os.environ)
     threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]

@@ -154,7 +154,7 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Send our logs to the flow run, end with the worker, tidy up after a killed attempt."""
+    """Send our logs to the flow run, end this process with its worker, settle a killed attempt."""
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
     # a process worker holds the other end of stdin: a run that continues without it could not be
