@@ -154,7 +154,7 @@ class Hub:
     stars: Table[Star]
 
     def role(self, project: Project, account: str) -> str:
-        """The account's role in the project, "" for none."""
+        """Return the account's role in the project, "" for none."""
         member = self.memberships.first("project_id", project.id, account=account)
         return member.role if member else ""
 
