@@ -15,7 +15,7 @@ SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (no secret: prefix of the vari
 
 
 def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options, in the order of the defaults.
+    """Return all options, with defaults for missing ones, in the order of the defaults.
     Errors: ValueError naming an unknown option and the nearest known one.
     """
     for key in options:
@@ -46,7 +46,7 @@ def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> floa
 
 
 def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str]) -> Any:
-    """Return an option that is one of the known texts. Errors: ValueError naming the nearest."""
+    """Return an option, one of the known texts. Errors: ValueError that names the nearest one."""
     value = options[key]
     if value not in known:
         near = nearest(str(value), known)
@@ -57,7 +57,7 @@ def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str])
 def names(
     env: str, options: Mapping[str, Any], key: str, noun: str, known: Collection[str], example: str
 ) -> tuple[str, ...]:
-    """Return an option that is a list of known names. Errors: ValueError naming the nearest.
+    """Return an option, a list of known names. Errors: ValueError that names the nearest one.
 
     noun: for the error, the thing that has these names.
     """
@@ -83,7 +83,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def secret_variable(what: str, name: Any) -> str:
-    """Return `name`, a variable whose value is sent to an address given in the same options.
+    """Check and return `name`, a variable whose value is sent to an address in the same options.
 
     what: the option, for the error.
     Errors: ValueError if the variable lacks SECRET_PREFIX (no other variable may be sent out) or is

@@ -130,7 +130,7 @@ def plain_logs() -> None:
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     """Pull the data, start the environments and run every wanted step that is not done, in order.
 
-    Result: step -> outcome. A killed run resumes from its last commit. Errors: ConfigError.
+    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError.
     """
     cfg = run.config()
     plain_logs()

@@ -188,7 +188,7 @@ def summarise(
     options: str = "",
 ) -> None:
     """Print success before and after, time per part and next commands; write the report's files.
-    pace_s: time of the reference work; options: of commands that read this run.
+    pace_s: time of the reference work; options: text that the printed commands end with.
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
     of_kind = {steps[name].kind: manifest for name, manifest in done.items()}

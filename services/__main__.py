@@ -63,7 +63,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                     " it"
                 )
             return _describe(services)
-        process = None  # an interrupted `make up` left it starting
+        process = None  # stays None if an interrupted `make up` has started the supervisor
         if services is None:
             # the supervisor has its own copies of the descriptors
             with contextlib.ExitStack() as stack:
@@ -174,7 +174,7 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
 
 
 def _stop(state: Path) -> None:
-    """Send SIGTERM to the supervisor, SIGKILL if it hangs; its services end with it either way."""
+    """Send SIGTERM to the supervisor, then SIGKILL; its services end too. Errors: RuntimeError."""
     services = running(state)
     if services is None:
         return

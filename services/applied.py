@@ -28,7 +28,7 @@ Known = dict[str, dict[str, Any]]  # "pipeline/local" or an automation's name ->
 
 
 def client_environment(services: Services) -> dict[str, str]:
-    """Environment variables of a process that speaks to this Prefect server."""
+    """Return environment variables for a process that is a client of this Prefect server."""
     return {
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": services.api,

@@ -56,7 +56,7 @@ def make_app(state: Path, login: str) -> ASGIApp:
 
 
 def confine(root: Path) -> None:
-    """Restrict MLflow in this process to artifacts below root."""
+    """Patch MLflow in this process so that it reads and writes artifacts below root only."""
     from mlflow.store.artifact import artifact_repository_registry
     from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore

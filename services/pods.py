@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 JOB = Kind("batch/v1", "Job")
 RUN = "prefect.io/flow-run-id"  # label of a Job
-STARTING_S = 15.0  # a pod that is about to start ends its run by itself
+STARTING_S = 15.0  # for a pod that is about to start, which then ends its run by itself
 ENDING_S = 900.0  # more than a run needs to take its servers down
 ENDED = "cancelled; its Job was deleted"
 
 
 def end_cancelled(api: str, login: str, kube: Kube) -> None:
-    """End runs that are cancelling for too long; delete the Jobs of these and cancelled runs.
+    """Delete the Jobs of cancelled runs and of those that have been cancelling for too long; mark
+    the latter as cancelled.
 
     A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
     started has no process to end it, and Prefect's worker leaves it alone.

@@ -31,7 +31,7 @@ _HOW = (
 
 
 class Gate:
-    """ASGI app that passes on its owner's requests, and nothing else.
+    """ASGI app that forwards its owner's requests to `app` and refuses all others.
 
     login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
     that a server is there;
@@ -80,7 +80,7 @@ class Gate:
         return None
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Return a `receive` whose first WebSocket message is the login that came in a header."""
+        """Return a `receive` that replaces the first WebSocket message by the login of the gate."""
         is_first = True
 
         async def completed() -> Message:
@@ -107,7 +107,7 @@ def _unframed(send: Send) -> Send:
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that keeps a loopback port, 0: any, while it is open. Errors: OSError."""
+    """Return a socket that listens on a loopback port; 0 means any free one. Errors: OSError."""
     # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
     return socket.create_server(("127.0.0.1", port))
 

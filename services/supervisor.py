@@ -283,7 +283,7 @@ def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
 
 
 def _look_after(services: Services, undertaker: Undertaker) -> None:
-    """Reschedule crashed flow runs and close dead runs; an error waits for the next look."""
+    """Reschedule crashed flow runs and close dead runs in MLflow; errors are only logged."""
     looks = {
         "crashed flow runs": lambda: bring_back(services.api, services.login),
         "dead runs": undertaker.look,
@@ -322,7 +322,7 @@ def _pools() -> int:
 
 
 def _toml(state: Path, services: Services) -> str:
-    """Return prefect.toml. The address has the login: no other server ever gets it."""
+    """Return the text of prefect.toml. The login is in its address: no other server gets it."""
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}

@@ -67,7 +67,7 @@ class _Quiet(HttpToolsProtocol):
 
 
 class SiteServer:
-    """An HTTP server of the sites with one seed's content; each tenant has its own state.
+    """An HTTP server of the sites with one seed's content; each tenant (session) has its own state.
     Call `start` and `stop` once each; open and close tenants from any thread.
     """
 

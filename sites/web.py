@@ -53,7 +53,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """A slice of a long list; pages count from 1."""
+    """A slice of a long list; pages and `first_index` count from 1 (0 if the list is empty)."""
 
     items: Sequence[T]
     number: int
@@ -114,7 +114,7 @@ class Request:
         return self.query.get(name, "").strip()[:100]
 
     def paged(self, items: Sequence[T], size: int) -> Page[T]:
-        """Return the query's page of the items, at least 1, at most the last. size: items per page."""
+        """Return the query's page of the items, from 1 to the last. size: items per page."""
         last = max(1, -(-len(items) // size))
         number = min(max(self.number("page", 1), 1), last)
         start = (number - 1) * size
@@ -227,8 +227,8 @@ class Site:
             return request.done(goodbye, after)
 
     def answer(self, request: Request) -> Response:
-        """Return the response to a request: for Refused and NotFound an error page, but for a refused
-        form a redirect to the page that sent it.
+        """Return the response to a request: an error page for Refused and NotFound, but for a
+        refused form a redirect to its page.
         """
         try:
             return self._answer(request)

@@ -53,7 +53,7 @@ class _Watched:
         self._inner.advance(count, note)
 
     def shown(self) -> tuple[float, str] | None:
-        """Return (percent, text); None before the first start."""
+        """Return (percent from 0 to 100, text); None before the first start."""
         if not self._what:
             return None
         percent = min(100.0, 100.0 * self._count / self._total) if self._total else 100.0

@@ -84,8 +84,8 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 
 def grid_of(env: MiniGridEnv) -> dict[str, Any]:
-    """Return the world from above in JSON types: all objects, with columns from the left and rows
-    from the top, and the agent's position and direction (0 right, 1 down, 2 left, 3 up).
+    """Return the world from above in JSON types: width, height, mission, agent (x, y, direction: 0
+    right, 1 down, 2 left, 3 up), carrying, and things with x from the left and y from the top.
     """
     width, height = int(env.grid.width), int(env.grid.height)
     things = [

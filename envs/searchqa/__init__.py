@@ -111,10 +111,10 @@ QUESTIONS = (
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """Return the worked examples, with documents of the embedded corpus, as many and as long as
-    these options show.
+    """Play and return the worked examples over the embedded corpus. Each search shows as many and
+    as long documents as these options allow.
 
-    A question that these documents do not answer is left out.
+    A question that the shown documents do not answer is left out.
     """
     options = replace(options, mode="strict")
     reply = _thoughtful if options.protocol == "agentgym" else str

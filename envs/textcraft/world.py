@@ -50,7 +50,7 @@ class Malformed(Refused):
 
 
 class World:
-    """One episode. All its randomness comes from the task id; the book is shared and immutable."""
+    """One episode at a time. Its randomness comes from the task id alone; worlds share the book."""
 
     def __init__(self, book: Book, options: Options) -> None:
         self.book = book

@@ -9,7 +9,7 @@ from datetime import date
 
 from sites.overlay import Table
 
-TODAY = date(2024, 3, 15)  # the sites' clock stands still
+TODAY = date(2024, 3, 15)  # the sites' date, which never changes
 ORDER_STATUSES = ("Pending", "Processing", "On Hold", "Shipped", "Complete", "Canceled")
 REVIEW_STATUSES = ("Approved", "Pending", "Not Approved")
 GROUPS = ("General", "Wholesale", "VIP")
