@@ -29,7 +29,7 @@ def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 def whole_number(
     env: str, options: Mapping[str, Any], key: str, low: int, high: float = math.inf
 ) -> int:
-    """Return an option that is a whole number from `low` to `high`. Errors: ValueError."""
+    """Return the option `key`, a whole number from `low` to `high`. Errors: ValueError."""
     value = options[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         span = f"from {low}" if high == math.inf else f"from {low} to {high}"
@@ -38,7 +38,7 @@ def whole_number(
 
 
 def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> float:
-    """Return an option that is a number of seconds above 0, up to `high`. Errors: ValueError."""
+    """Return the option `key`, a number of seconds above 0, up to `high`. Errors: ValueError."""
     value = options[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
         raise ValueError(f"{env} option {key}: expected seconds up to {high:g}, got {value!r}")
@@ -46,7 +46,7 @@ def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> floa
 
 
 def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str]) -> Any:
-    """Return an option, one of the known texts. Errors: ValueError that names the nearest one."""
+    """Return the option `key`, a text of `known`. Errors: ValueError that names the nearest one."""
     value = options[key]
     if value not in known:
         near = nearest(str(value), known)
@@ -57,7 +57,7 @@ def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str])
 def names(
     env: str, options: Mapping[str, Any], key: str, noun: str, known: Collection[str], example: str
 ) -> tuple[str, ...]:
-    """Return an option, a list of known names. Errors: ValueError that names the nearest one.
+    """Return the option `key`, a list of names of `known`. Errors: ValueError naming the nearest.
 
     noun: for the error, the thing that has these names.
     """

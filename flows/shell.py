@@ -257,7 +257,7 @@ def _shown(cfg: RunConfig, step: Step) -> str:
 
 
 def _part(step: Step, before: str) -> str:
-    """Return the part of the whole time that a step counts to. before: the name before RL."""
+    """Return the part of the time that a step counts to. before: name of the part before RL."""
     if step.kind is Kind.EVALUATE:
         return "evaluation"
     if step.stage is not None:

@@ -122,7 +122,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's settings for `app`: bodies of any size. Raise the limit of open files."""
+    """Return uvicorn's settings for `app`, bodies of any size; raise the limit of open files."""
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

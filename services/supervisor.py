@@ -57,7 +57,7 @@ OURS = (sys.executable, "-m", "services.supervisor")  # and a command of `main`
 
 
 class Undertaker:
-    """Watcher of the store: once a lease's holder is gone, a child closes dead runs in MLflow."""
+    """Watcher of the store: when a lease's holder is gone, a child closes dead runs in MLflow."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders

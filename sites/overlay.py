@@ -31,7 +31,7 @@ class Seed(Generic[R]):
         self._indexes: dict[str, dict[Any, list[int]]] = {}
 
     def ids(self, field: str, value: Any) -> list[int]:
-        """Return the ids of the records whose `field` is `value`, in order."""
+        """Return the ids of the records whose `field` is `value`, in the seed's order."""
         index = self._indexes.get(field)
         if index is None:
             index = {}
@@ -53,7 +53,7 @@ class Table(Generic[R]):
         self._own: dict[int, R | None] = {}
 
     def get(self, id: int, **fields: Any) -> R | None:
-        """Return the record of an id; None without one or if its `fields` have other values."""
+        """Return the record of an id; None if there is none or its `fields` have other values."""
         changes = self._own
         record = changes[id] if id in changes else self.seed.rows.get(id)
         return record if record is not None and _has(record, fields) else None

@@ -15,7 +15,7 @@ from sites.store.records import Review
 
 
 def shopping_get_latest_order_url(state: World) -> str:
-    """Return the address of the shop page of the newest order of all customers; "" without."""
+    """Return the shop's address of the newest order of any customer; "" without orders."""
     order = max(state.store.orders, key=lambda order: (order.day, order.id), default=None)
     return f"http://{SITES['shopping']}/account/orders/{order.id}" if order else ""
 

@@ -25,7 +25,7 @@ BLOCKS = "Slack Webhook, Email, Custom Webhook, ..."
 
 
 def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
-    """Return (subject, text): failed steps, reasons, and how to continue. page: of Prefect's UI."""
+    """Return (subject, text): failed steps, reasons, how to continue. page: URL of Prefect's UI."""
     lines = [f"run: {run.name}"]
     for task_run in failed:
         lines.append(f"failed: {task_run.name}: {task_run.state.message if task_run.state else ''}")

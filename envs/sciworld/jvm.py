@@ -36,7 +36,7 @@ class JvmLost(RuntimeError):
 
 
 class GameFailed(RuntimeError):
-    """The engine raised an exception; do not use the game again. The process's other games run."""
+    """The engine raised an exception; do not use this game again. Other games are not affected."""
 
 
 def find_java() -> str:

@@ -1,4 +1,4 @@
-"""Execution of one action in a session's tabs. Elements are found by coordinates, not selectors."""
+"""Execution of one action in a session's tabs; clicks go to current coordinates, not selectors."""
 
 from __future__ import annotations
 

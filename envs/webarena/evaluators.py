@@ -1,5 +1,5 @@
-"""WebArena's three evaluators: rules for the answer (a judge for free text), for the last URL, and
-for the contents of pages.
+"""WebArena's three evaluators: rules for the answer (a judge for free text), for the final URL,
+and for the contents of pages.
 
 Each part is 0 or 1 and the score is their product.
 Source: evaluation_harness of web-arena-x/webarena, including its special cases: substrings count, a

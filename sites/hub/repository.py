@@ -148,7 +148,7 @@ def star(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
-    """Copy the project, its files, labels and last commit to the visitor's namespace, if free."""
+    """Copy the project, its files, labels and last commit to the visitor. Errors: Refused."""
     repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
     path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:
