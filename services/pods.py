@@ -88,7 +88,7 @@ NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 ROLLOUT_USER, ROLLOUT_PASSWORD = "MLFLOW_ROLLOUT_USERNAME", "MLFLOW_ROLLOUT_PASSWORD"
 MIN_PASSWORD = 16  # characters
-SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
+SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # key that signs the tokens of MLflow's forms
 POLL_S = 1.0
 
 
@@ -148,7 +148,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
     ini = configparser.ConfigParser(interpolation=None)
     ini["mlflow"] = {
         "default_permission": "EDIT",
-        # in the other tables' database, or in the same folder
+        # the logins' database; see `_logins`
         "database_uri": _logins(environment),
         "admin_username": user,
         "admin_password": password,

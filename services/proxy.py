@@ -58,7 +58,7 @@ class Gate:
                 scope, self._with_token(receive) if is_known else receive, _unframed(send)
             )
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: a 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet: a 403
         else:
             await refusal(scope, receive, send)
 

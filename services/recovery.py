@@ -111,7 +111,7 @@ def apply_automations(wanted: Sequence[Automation]) -> None:
             for outdated in existing:
                 assert outdated.id is not None
                 with contextlib.suppress(ObjectNotFound):
-                    client.delete_automation(outdated.id)  # already gone if sent twice
+                    client.delete_automation(outdated.id)  # gone if a request is repeated
             automation.create()
 
 

@@ -53,7 +53,7 @@ BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one reque
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # shorter than its owner waits
 VIEWER_LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
-OURS = (sys.executable, "-m", "services.supervisor")  # and a command of `main`
+OURS = (sys.executable, "-m", "services.supervisor")  # followed by a command of `main`
 
 
 class Undertaker:

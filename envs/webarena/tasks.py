@@ -28,8 +28,8 @@ class Target:
 
     url: str
     locator: str
-    exact: str | None  # either this
-    must_include: tuple[str, ...]  # or all of these
+    exact: str | None  # text that the content must equal; None: see below
+    must_include: tuple[str, ...]  # texts that the content must all include
     prep_actions: tuple[str, ...] = ()
 
 

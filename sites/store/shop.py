@@ -136,7 +136,7 @@ def add_to_cart(request: Request, id: int) -> Response:
     wanted, store = find(request, id), request.world.store
     choice, quantity = "", 1
     if wanted.values:
-        if "choice" not in request.form:  # a list of products offers no choice, the page does
+        if "choice" not in request.form:  # sent from a list; the product's page offers choices
             return redirect(f"/product/{id}/{wanted.slug}")
         choice = f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
     if "quantity" in request.form:
