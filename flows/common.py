@@ -79,7 +79,7 @@ def run_of(arguments: argparse.Namespace) -> RunRequest:
 
 
 def run_name() -> str:
-    """Return a name that distinguishes runs in a list: the parameter file and the overrides."""
+    """Return a name for lists of runs: parameter file and overrides, cut to 120 characters."""
     request = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
     return " ".join([request.params, *request.overrides])[:120]
 

@@ -91,7 +91,7 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
 
 @contextlib.contextmanager
 def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
-    """Start a Prefect server for the flow inside. Errors: StoreFull if its disk is full."""
+    """Quiet the terminal and run a Prefect server for the block. Errors: StoreFull (full disk)."""
     _quieten_console()
     with full_disk_told(state_dir), contextlib.ExitStack() as stack:
         with console.status("starting a Prefect server"):

@@ -91,7 +91,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
 
 
 def down(state: Path) -> int:
-    """End everything `up` started. Result: an exit code."""
+    """End everything that `up` started, if anything runs. Result: an exit code."""
     with _alone(state):
         services = running(state)
         if services is None:

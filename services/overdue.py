@@ -68,7 +68,7 @@ def seconds_in_state(run: dict[str, Any]) -> float:
 
 
 def ask(address: str, login: str, body: dict[str, Any]) -> Any:
-    """Return the answer of Prefect's server to a POST. Errors: OSError (urllib's), ValueError."""
+    """POST JSON to Prefect's server and return the parsed reply. Errors: OSError, ValueError."""
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
@@ -80,6 +80,6 @@ def ask(address: str, login: str, body: dict[str, Any]) -> Any:
 
 
 def opened(request: urllib.request.Request | str, timeout_s: float) -> Any:
-    """Return the answer to a request, which goes through no proxy. Errors: OSError (urllib's)."""
+    """Send a request through no proxy and return the open reply. Errors: OSError (urllib's)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     return opener.open(request, timeout=timeout_s)

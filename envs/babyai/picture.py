@@ -62,8 +62,8 @@ def _cells(env: MiniGridEnv, size: int) -> list[Any]:
 
 
 def _seen(cells: list[Any], size: int) -> list[bool]:
-    """Return True for each visible cell. Starting at the agent's row, a visible cell that does not
-    block the view makes its neighbors to the side and the three cells ahead visible.
+    """Return a flag for each cell, True if it is visible. Starting at the agent's row, a visible
+    cell that does not block the view makes its side neighbors and the three cells ahead visible.
     """
     visible = [False] * (size * size)
     visible[_at(size // 2, size - 1, size)] = True

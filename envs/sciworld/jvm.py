@@ -280,7 +280,7 @@ class Jvm:
         return 0.0
 
     def close(self, reason: str = "closed") -> None:
-        """End the process. May be called more than once, from any thread."""
+        """End the process. May be called again, from any thread. reason: text of later errors."""
         self._lose(reason)
         self._process.kill()
         self._process.wait(EXIT_TIMEOUT_S)
