@@ -53,7 +53,7 @@ def set_up(env: Mapping[str, str]) -> None:
 
 
 def run_module(*command: str, env: Mapping[str, str]) -> None:
-    """Run `python -m COMMAND` with these variables added. Errors: RuntimeError."""
+    """Run `python -m COMMAND` with these variables added. Errors: RuntimeError (output's end)."""
     result = subprocess.run(
         [sys.executable, "-m", *command],
         env={**os.environ, **env},
