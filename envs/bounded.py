@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-_RAISES = 5  # attempts to stop a thread
+_RAISES = 5  # attempts to stop a thread by an exception
 _GRACE_S = 0.2  # wait between two attempts
 
 

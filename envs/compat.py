@@ -245,7 +245,7 @@ class AgentGymRoutes:
             env.session = ""
 
     def _forget(self) -> None:
-        """Drop the ids unused for session_ttl_s; their sessions were reaped."""
+        """Drop ids unused for session_ttl_s, except during a call; their sessions were reaped."""
         oldest = time.monotonic() - self._sessions.settings.session_ttl_s
         for env in [env for env in self._places.values() if env.used < oldest]:
             if not env.lock.locked():

@@ -103,7 +103,7 @@ class Connection(HttpToolsProtocol):
         # above its limit uvicorn refuses all requests; here only the new connection is closed
         self._max_connections, self.limit_concurrency = self.limit_concurrency, None
         self._in_head = self._arriving = True
-        # of the arriving request; bytes of its body count only in the second
+        # of the arriving request: bytes outside its body, bytes of its body
         self._num_bytes = self._num_body_bytes = 0
         self._refused = False
         self._timer: asyncio.TimerHandle | None = None

@@ -30,7 +30,7 @@ class Expert(Protocol):
 
 
 class ExpertFailed(RuntimeError):
-    """The expert has no action for this state."""
+    """The expert has no action for this state; the text gives the reason."""
 
 
 class GraderFailed(RuntimeError):

@@ -15,7 +15,7 @@ _EXAMPLES = TypeAdapter(tuple[Example, ...])
 
 
 class Script:
-    """An expert that returns the given actions in order, then raises StopIteration."""
+    """An expert that returns the given actions in order, then raises ExpertFailed."""
 
     def __init__(self, actions: Iterable[str]) -> None:
         self._left = iter(actions)
@@ -65,7 +65,7 @@ def solved(plays: Iterable[Callable[[], Example]]) -> tuple[Example, ...]:
 
 
 def recorded(path: Path) -> tuple[Example, ...]:
-    """Read examples written by `record`."""
+    """Read the examples that `record` has written to a file."""
     return _EXAMPLES.validate_json(path.read_bytes())
 
 

@@ -105,7 +105,7 @@ ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="ty
 
 
 class Failed(Exception):
-    """A message that gets an error reply."""
+    """A message that cannot be carried out; `reply` is the error reply to it."""
 
     def __init__(self, code: ErrorCode, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class OpenEnv:
         yield "/schema", self._schema, "as OpenEnv's servers: actions, observations and state"
 
     async def connected(self, websocket: WebSocket) -> None:
-        """Serve one connection, from its acceptance to its end."""
+        """Serve one connection, from its acceptance to its end; then close its session."""
         seat = Seat(self._sessions)
         self._num_open += 1
         try:
@@ -147,7 +147,7 @@ class OpenEnv:
     def _admit(self) -> None:
         """Check that a session is free for this connection, so that a full server refuses before
         the first reset.
-        Errors: Failed.
+        Errors: Failed if the server is full or draining.
         """
         limit, taken = self._sessions.settings.max_sessions, self._sessions.info().active_sessions
         if self._sessions.draining or max(taken, self._num_open - 1) >= limit:

@@ -15,7 +15,7 @@ SECRET_PREFIX = "AGENTGYM_SECRET_"  # noqa: S105  (no secret: prefix of the vari
 
 
 def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options, in the order of the defaults.
+    """Return all options, with defaults for missing ones, in the order of the defaults.
     Errors: ValueError naming an unknown option and the nearest known one.
     """
     for key in options:
@@ -29,7 +29,7 @@ def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) ->
 def whole_number(
     env: str, options: Mapping[str, Any], key: str, low: int, high: float = math.inf
 ) -> int:
-    """Return an option that is a whole number from `low` to `high`. Errors: ValueError."""
+    """Return the option `key`, a whole number from `low` to `high`. Errors: ValueError."""
     value = options[key]
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         span = f"from {low}" if high == math.inf else f"from {low} to {high}"
@@ -38,7 +38,7 @@ def whole_number(
 
 
 def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> float:
-    """Return an option that is a number of seconds above 0, up to `high`. Errors: ValueError."""
+    """Return the option `key`, a number of seconds above 0, up to `high`. Errors: ValueError."""
     value = options[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= high:
         raise ValueError(f"{env} option {key}: expected seconds up to {high:g}, got {value!r}")
@@ -46,7 +46,7 @@ def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> floa
 
 
 def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str]) -> Any:
-    """Return an option that is one of the known texts. Errors: ValueError naming the nearest."""
+    """Return the option `key`, a text of `known`. Errors: ValueError that names the nearest one."""
     value = options[key]
     if value not in known:
         near = nearest(str(value), known)
@@ -57,7 +57,7 @@ def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str])
 def names(
     env: str, options: Mapping[str, Any], key: str, noun: str, known: Collection[str], example: str
 ) -> tuple[str, ...]:
-    """Return an option that is a list of known names. Errors: ValueError naming the nearest.
+    """Return the option `key`, a list of names of `known`. Errors: ValueError naming the nearest.
 
     noun: for the error, the thing that has these names.
     """
@@ -83,7 +83,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def secret_variable(what: str, name: Any) -> str:
-    """Return `name`, a variable whose value is sent to an address given in the same options.
+    """Check and return `name`, a variable whose value is sent to an address in the same options.
 
     what: the option, for the error.
     Errors: ValueError if the variable lacks SECRET_PREFIX (no other variable may be sent out) or is

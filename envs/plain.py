@@ -1,5 +1,5 @@
-"""Safe text from models, pages, servers and files: terminal control characters are escaped, lone
-surrogates are replaced.
+"""Safe forms of text from models, pages, servers and files, in which terminal control characters
+are escaped or lone surrogates are replaced.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ STATUS = {
 
 
 class Refused(Exception):
-    """A request that gets an `ErrorReply`."""
+    """A request that the server refuses: `reply` is the body of its answer, `status` the code."""
 
     def __init__(
         self,

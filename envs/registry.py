@@ -23,7 +23,7 @@ BUILT_IN = {
 
 
 def known() -> dict[str, EntryPoint]:
-    """Return all installed environments by name; built-in ones win over equal names."""
+    """Return all installed environments by name; of equal names the built-in one counts."""
     installed = {entry.name: entry for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return installed | {
         name: EntryPoint(name, target, ENTRY_POINT_GROUP) for name, target in BUILT_IN.items()

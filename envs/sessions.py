@@ -1,5 +1,5 @@
-"""The sessions of one server: admission, requests that act only once, and closing of every session
-in the end.
+"""The sessions of one server: it admits them, lets each request act only once, and closes every
+session in the end.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Sessions:
         return ObservationReply(turn=session.turn, observation=session.observation)
 
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
-        """Return `look(simulator)`, called between two turns; an exception closes the session."""
+        """Return `look(simulator)`, called between two turns; if it raises, close the session."""
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)

@@ -64,7 +64,7 @@ class RunRequest(BaseModel):
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a run, for `run_of`."""
+    """Add the arguments of a run, --params and overrides, which `run_of` reads."""
     parser.add_argument(
         "--params", default="params.yaml", help="parameter file (default: params.yaml)"
     )
@@ -74,12 +74,12 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def run_of(arguments: argparse.Namespace) -> RunRequest:
-    """Return the run of a command line."""
+    """Return the run that the arguments of `add_run` describe."""
     return RunRequest(params=arguments.params, overrides=tuple(arguments.overrides))
 
 
 def run_name() -> str:
-    """Return a name that distinguishes runs in a list: the parameter file and the overrides."""
+    """Return a name for lists of runs: parameter file and overrides, cut to 120 characters."""
     request = RunRequest.model_validate(runtime.flow_run.parameters.get("run") or {})
     return " ".join([request.params, *request.overrides])[:120]
 
@@ -130,7 +130,7 @@ def plain_logs() -> None:
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
     """Pull the data, start the environments and run every wanted step that is not done, in order.
 
-    Result: step -> outcome. A killed run resumes from its last commit. Errors: ConfigError.
+    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError.
     """
     cfg = run.config()
     plain_logs()

@@ -91,7 +91,7 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
 
 @contextlib.contextmanager
 def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
-    """Start a Prefect server for the flow inside. Errors: StoreFull if its disk is full."""
+    """Quiet the terminal and run a Prefect server for the block. Errors: StoreFull (full disk)."""
     _quieten_console()
     with full_disk_told(state_dir), contextlib.ExitStack() as stack:
         with console.status("starting a Prefect server"):
@@ -128,7 +128,7 @@ def _worth_a_line(record: logging.LogRecord) -> bool:
 
 
 def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Return the wanted steps' results that are in the store already.
+    """Return the manifests of the wanted steps that are finished already, by step.
     If steps are left, check all that they need, except data not pulled yet. Errors: ConfigError.
     """
     for setting, folder in cfg.data_folders.items():
@@ -153,7 +153,9 @@ def _done(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
 
 
 def _confirmed(cfg: RunConfig, wanted: Wanted) -> dict[str, Manifest]:
-    """Verify the wanted steps and bring MLflow up to date. Return the results of all steps."""
+    """Record the run in the store, verify the wanted steps and bring MLflow up to date.
+    Return the manifests of all finished steps, by step.
+    """
     store = open_store(cfg)
     keep_run(cfg, store)
     done = finished(cfg, store)
@@ -186,7 +188,7 @@ def summarise(
     options: str = "",
 ) -> None:
     """Print success before and after, time per part and next commands; write the report's files.
-    pace_s: time of the reference work; options: of commands that read this run.
+    pace_s: time of the reference work; options: text that the printed commands end with.
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
     of_kind = {steps[name].kind: manifest for name, manifest in done.items()}
@@ -248,14 +250,14 @@ def summarise(
 
 
 def _shown(cfg: RunConfig, step: Step) -> str:
-    """Return the name of a checkpoint in the table."""
+    """Return the name that the table shows for the checkpoint of a step."""
     if step.kind is Kind.INITIALIZE:
         return "untrained" if cfg.warm_start.enabled else "initial model"
     return step.name.replace("-", " ")
 
 
 def _part(step: Step, before: str) -> str:
-    """Return the part of the whole time that a step counts to. before: the one before RL."""
+    """Return the part of the time that a step counts to. before: name of the part before RL."""
     if step.kind is Kind.EVALUATE:
         return "evaluation"
     if step.stage is not None:
@@ -264,8 +266,8 @@ def _part(step: Step, before: str) -> str:
 
 
 def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
-    """Return lines about evaluations with failed episodes, 80 columns.
-    They have the share that counts, and the numbers with the failed episodes as failures.
+    """Return lines of at most 80 columns about evaluations with failed episodes: the share of
+    episodes that counts, and the numbers if the failed ones count as failures.
     """
     lines = []
     for manifest in evaluations.values():

@@ -48,6 +48,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
     """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
 
     ports: of the services in PORTS; None: the usual one if it is free, else any.
+    Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
     """
     with _alone(state):
         services = running(state)
@@ -62,7 +63,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                     " it"
                 )
             return _describe(services)
-        process = None  # an interrupted `make up` left it starting
+        process = None  # stays None if an interrupted `make up` has started the supervisor
         if services is None:
             # the supervisor has its own copies of the descriptors
             with contextlib.ExitStack() as stack:
@@ -90,7 +91,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
 
 
 def down(state: Path) -> int:
-    """End everything `up` started. Result: an exit code."""
+    """End everything that `up` started, if anything runs. Result: an exit code."""
     with _alone(state):
         services = running(state)
         if services is None:
@@ -173,7 +174,7 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
 
 
 def _stop(state: Path) -> None:
-    """Send SIGTERM to the supervisor, SIGKILL if it hangs; its services end with it either way."""
+    """Send SIGTERM to the supervisor, then SIGKILL; its services end too. Errors: RuntimeError."""
     services = running(state)
     if services is None:
         return
@@ -192,7 +193,10 @@ def _stop(state: Path) -> None:
 def _listener(
     wanted: int | None, usual: int, variable: str, command: str = "make up"
 ) -> socket.socket:
-    """Return a listener at the wanted port, or at the usual one or any. Errors: ConfigError."""
+    """Return a listening socket at the wanted port; if that is None, at the usual one or any.
+
+    command, variable: named in the error. Errors: ConfigError if the wanted port cannot be used.
+    """
     try:
         return listener(usual if wanted is None else wanted)
     except OSError as error:

@@ -28,7 +28,7 @@ Known = dict[str, dict[str, Any]]  # "pipeline/local" or an automation's name ->
 
 
 def client_environment(services: Services) -> dict[str, str]:
-    """Environment variables of a process that speaks to this Prefect server."""
+    """Return environment variables for a process that is a client of this Prefect server."""
     return {
         "PWD": str(Path.cwd()),  # prefect.yaml's working directory
         "PREFECT_API_URL": services.api,
@@ -53,7 +53,7 @@ def set_up(env: Mapping[str, str]) -> None:
 
 
 def run_module(*command: str, env: Mapping[str, str]) -> None:
-    """Run `python -m COMMAND` with these variables. Errors: RuntimeError with its output's end."""
+    """Run `python -m COMMAND` with these variables added. Errors: RuntimeError (output's end)."""
     result = subprocess.run(
         [sys.executable, "-m", *command],
         env={**os.environ, **env},
@@ -81,7 +81,7 @@ def apply(services: Services) -> list[str]:
 
 
 def known(services: Services) -> tuple[Known, Known]:
-    """Deployments and automations of a server, by name. Errors: OSError (urllib's), ValueError."""
+    """Return (deployments, automations) of a server by name. Errors: OSError, ValueError."""
 
     def every(kind: str) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
@@ -129,7 +129,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(
     what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
-    """Yield a line if the two differ. switch: name of the field that turns it on."""
+    """Yield a line if the two differ; None means absent. switch: the field that turns it on."""
     if then == now:
         return
     state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""

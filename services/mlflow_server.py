@@ -56,7 +56,7 @@ def make_app(state: Path, login: str) -> ASGIApp:
 
 
 def confine(root: Path) -> None:
-    """Restrict MLflow in this process to artifacts below root."""
+    """Patch MLflow in this process so that it reads and writes artifacts below root only."""
     from mlflow.store.artifact import artifact_repository_registry
     from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
@@ -84,7 +84,7 @@ def confine(root: Path) -> None:
 
 
 def check_location(uri: str, root: Path) -> None:
-    """Raise MlflowException (INVALID_PARAMETER_VALUE) for a location outside root."""
+    """Raise MlflowException (INVALID_PARAMETER_VALUE) unless the URI is below root or PROXIED."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
     from mlflow.utils.uri import is_local_uri

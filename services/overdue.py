@@ -23,7 +23,7 @@ GOES_ON = "its process was lost; it continues from the last commit"
 
 
 def given_up(attempts: int) -> str:
-    """Return the reason why a run is left alone after so many attempts."""
+    """Return the message of a run that is marked as failed after so many attempts."""
     return (
         f"crashed {attempts} times; see its logs, then `prefect flow-run retry` continues from the"
         " last commit"
@@ -33,10 +33,10 @@ def given_up(attempts: int) -> str:
 def bring_back(
     api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S
 ) -> list[str]:
-    """Reschedule every run of a deployment that has been crashed for overdue_s; after its last
-    attempt, mark it as failed.
+    """Reschedule every deployed flow run that has been crashed for overdue_s; after max_attempts,
+    mark it as failed instead.
 
-    api: `http://host:port/api`; login: `user:password`. Result: the ids of the runs.
+    api: `http://host:port/api`; login: `user:password`. Result: the ids of these runs.
     Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}
@@ -68,7 +68,7 @@ def seconds_in_state(run: dict[str, Any]) -> float:
 
 
 def ask(address: str, login: str, body: dict[str, Any]) -> Any:
-    """Return the answer of Prefect's server to a POST. Errors: OSError (urllib's), ValueError."""
+    """POST JSON to Prefect's server and return the parsed reply. Errors: OSError, ValueError."""
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
@@ -80,6 +80,6 @@ def ask(address: str, login: str, body: dict[str, Any]) -> Any:
 
 
 def opened(request: urllib.request.Request | str, timeout_s: float) -> Any:
-    """Return the answer to a request, which goes through no proxy. Errors: OSError (urllib's)."""
+    """Send a request through no proxy and return the open reply. Errors: OSError (urllib's)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     return opener.open(request, timeout=timeout_s)

@@ -38,13 +38,14 @@ logger = logging.getLogger(__name__)
 
 JOB = Kind("batch/v1", "Job")
 RUN = "prefect.io/flow-run-id"  # label of a Job
-STARTING_S = 15.0  # a pod that is about to start ends its run by itself
+STARTING_S = 15.0  # for a pod that is about to start, which then ends its run by itself
 ENDING_S = 900.0  # more than a run needs to take its servers down
 ENDED = "cancelled; its Job was deleted"
 
 
 def end_cancelled(api: str, login: str, kube: Kube) -> None:
-    """End runs that are cancelling for too long; delete the Jobs of these and cancelled runs.
+    """Delete the Jobs of cancelled runs and of those that have been cancelling for too long; mark
+    the latter as cancelled.
 
     A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
     started has no process to end it, and Prefect's worker leaves it alone.
@@ -87,7 +88,7 @@ NAMESPACE = "AGENTGYM_NAMESPACE"  # of flow runs
 MLFLOW_USER, MLFLOW_PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
 ROLLOUT_USER, ROLLOUT_PASSWORD = "MLFLOW_ROLLOUT_USERNAME", "MLFLOW_ROLLOUT_PASSWORD"
 MIN_PASSWORD = 16  # characters
-SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # signs what MLflow's forms hand out
+SIGNING = "MLFLOW_FLASK_SERVER_SECRET_KEY"  # key that signs the tokens of MLflow's forms
 POLL_S = 1.0
 
 
@@ -107,7 +108,7 @@ def prefect(host: str, port: int) -> int:
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """Write the logins and become MLflow's server, which serves artifacts. Errors: ConfigError."""
+    """Write the logins, then replace this process with MLflow's server. Errors: ConfigError."""
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)
@@ -147,7 +148,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
     ini = configparser.ConfigParser(interpolation=None)
     ini["mlflow"] = {
         "default_permission": "EDIT",
-        # in the other tables' database, or in the same folder
+        # the logins' database; see `_logins`
         "database_uri": _logins(environment),
         "admin_username": user,
         "admin_password": password,
@@ -236,7 +237,7 @@ def deployments() -> list[str]:
 
 
 def worker() -> int:
-    """Run a worker of the pool, and a thread for runs that Prefect neglects."""
+    """Run a worker of the pool, and `_look_after` in a thread. Errors: ConfigError (no login)."""
     login = _login(CLIENT_LOGIN, os.environ)
     threading.Thread(target=_look_after, args=(login,), name="overdue", daemon=True).start()
     sys.argv = ["prefect", "worker", "start", "--pool", KUBERNETES_POOL, "--type", "kubernetes"]

@@ -32,7 +32,7 @@ from services.proxy import Gate, listener, serve
 from services.state import is_stale, locked, running
 from services.supervisor import CHECK_S, Service, server_environment, wait_until_healthy
 
-COMMAND = (sys.executable, "-m", "services.prefect_server")  # and the descriptor of a bound socket
+COMMAND = (sys.executable, "-m", "services.prefect_server")  # then a socket's descriptor
 DRAIN_TIMEOUT_S = 10.0
 
 

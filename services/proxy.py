@@ -31,7 +31,7 @@ _HOW = (
 
 
 class Gate:
-    """ASGI app that passes on its owner's requests, and nothing else.
+    """ASGI app that forwards its owner's requests to `app` and refuses all others.
 
     login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
     that a server is there;
@@ -58,7 +58,7 @@ class Gate:
                 scope, self._with_token(receive) if is_known else receive, _unframed(send)
             )
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})  # before it was accepted: a 403
+            await send({"type": "websocket.close", "code": 1008})  # not accepted yet: a 403
         else:
             await refusal(scope, receive, send)
 
@@ -80,7 +80,7 @@ class Gate:
         return None
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Return a `receive` whose first WebSocket message is the login that came in a header."""
+        """Return a `receive` that replaces the first WebSocket message by the login of the gate."""
         is_first = True
 
         async def completed() -> Message:
@@ -107,7 +107,7 @@ def _unframed(send: Send) -> Send:
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that keeps a loopback port, 0: any, while it is open. Errors: OSError."""
+    """Return a socket that listens on a loopback port; 0 means any free one. Errors: OSError."""
     # it listens at once: until then another socket with SO_REUSEADDR may bind here and listen first
     return socket.create_server(("127.0.0.1", port))
 
@@ -122,7 +122,7 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's settings for a gate, without a limit of bodies; raise that of open files."""
+    """Return uvicorn's settings for `app`, bodies of any size; raise the limit of open files."""
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

@@ -111,7 +111,7 @@ def apply_automations(wanted: Sequence[Automation]) -> None:
             for outdated in existing:
                 assert outdated.id is not None
                 with contextlib.suppress(ObjectNotFound):
-                    client.delete_automation(outdated.id)  # already gone if sent twice
+                    client.delete_automation(outdated.id)  # gone if a request is repeated
             automation.create()
 
 
@@ -154,7 +154,7 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Send our logs to the flow run, end with the worker, tidy up after a killed attempt."""
+    """Send our logs to the flow run, end this process with its worker, settle a killed attempt."""
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
     # a process worker holds the other end of stdin: a run that continues without it could not be

@@ -70,7 +70,7 @@ def forget(state: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock other processes out of the block, by a lock on a file that ends with this process."""
+    """Wait for an exclusive lock on a file, keep it during the block; it ends with this process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -1,5 +1,5 @@
 """The process that `make up` starts: it runs Prefect's server, a worker, MLflow, the viewer and,
-with vLLM, an engine; it restarts and ends them. They watch a pipe of its own, so none outlives it.
+with vLLM, an engine; it restarts and ends them. They watch a pipe from it, so none outlives it.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ BUCKET_CHECK_S = 300.0  # between two looks for dead runs in a bucket: one reque
 MAX_RESTARTS, RESTART_WINDOW_S = 5, 600.0  # of one service
 WORKER_GRACE_S = 8.0  # shorter than its owner waits
 VIEWER_LOGIN = "AGENTGYM_VIEWER_LOGIN"  # environment variable: user:password
-OURS = (sys.executable, "-m", "services.supervisor")  # and a command of `main`
+OURS = (sys.executable, "-m", "services.supervisor")  # followed by a command of `main`
 
 
 class Undertaker:
-    """Watcher of the store, whose child closes dead runs in MLflow once a process is gone."""
+    """Watcher of the store: when a lease's holder is gone, a child closes dead runs in MLflow."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -66,7 +66,9 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child if it is due. Errors: OSError, ValueError, RuntimeError (store)."""
+        """Start the child if it is due: after a holder is gone, and again a lease's length later.
+        Errors: OSError, ValueError, RuntimeError (store).
+        """
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
             return
@@ -119,7 +121,10 @@ class Service:
         self.given_up = False
 
     def keep(self) -> bool:
-        """Start the service if it is down and due, or give it up. Result: True if it changed."""
+        """Start the service if it is down and its pause is over; give it up after MAX_RESTARTS.
+
+        Clean up after an ended process; a later call starts it again. Result: True if it changed.
+        """
         if self.process is not None and self.process.poll() is None:
             return False
         now = time.monotonic()
@@ -158,7 +163,7 @@ class Service:
 
 
 def server_environment(address: str, login: str) -> dict[str, str]:
-    """Return variables for a Prefect server of ours, which limit who may use it."""
+    """Return variables for our Prefect server: login, allowed origin, fewer log lines."""
     return {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address,
@@ -278,7 +283,7 @@ def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
 
 
 def _look_after(services: Services, undertaker: Undertaker) -> None:
-    """Reschedule crashed flow runs and close dead runs; an error waits for the next look."""
+    """Reschedule crashed flow runs and close dead runs in MLflow; errors are only logged."""
     looks = {
         "crashed flow runs": lambda: bring_back(services.api, services.login),
         "dead runs": undertaker.look,
@@ -317,7 +322,7 @@ def _pools() -> int:
 
 
 def _toml(state: Path, services: Services) -> str:
-    """Return prefect.toml. The address has the login: no other server ever gets it."""
+    """Return the text of prefect.toml. The login is in its address: no other server gets it."""
     home = state / "prefect"
     return f"""{TOML_MARK}: `prefect` commands typed here go to this project's server
 home = {json.dumps(str(home))}
@@ -340,7 +345,7 @@ def healthy(address: str) -> bool:
 
 
 def _worker() -> int:
-    """Run a Prefect worker that ends with its owner; its flow runs crash and run again."""
+    """Run a Prefect worker until its owner ends; its flow runs then crash and are rescheduled."""
     end_with_owner(WORKER_GRACE_S)
     sys.argv = ["prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     sys.argv += ["--name", f"{socket.gethostname()}-{POOL}"]

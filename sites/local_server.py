@@ -1,5 +1,5 @@
 """All four sites on one loopback port, in a thread of this process. The Host header selects the
-site, the tenant header the session whose state it shows.
+site; the tenant header has the token of the session whose state the site shows.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Quiet(HttpToolsProtocol):
 
 
 class SiteServer:
-    """An HTTP server of the sites with one seed's content; each tenant has its own state.
+    """An HTTP server of the sites with one seed's content; each tenant (session) has its own state.
     Call `start` and `stop` once each; open and close tenants from any thread.
     """
 
@@ -132,7 +132,7 @@ class SiteServer:
         self._tenants.pop(token, None)
 
     def state(self, token: str) -> World:
-        """The tenant's state, not a copy: only read it. Errors: KeyError for an unknown token."""
+        """Return the tenant's state itself: only read it. Errors: KeyError for an unknown token."""
         return self._tenants[token]
 
     async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -191,7 +191,7 @@ async def _body(receive: Receive) -> bytes | None:
 
 @cache
 def _css(folder: str) -> Response:
-    """Response with the stylesheet of the site whose templates are in `folder`; cached.
+    """Return the response with the stylesheet of the site whose templates are in `folder`; cached.
 
     It is made of a palette, a common part, the site's own rules and its pictures.
     """
@@ -212,7 +212,7 @@ def _css(folder: str) -> Response:
 
 
 def _picture(name: str, path: str) -> str:
-    """Return the rule of a 24 x 24 line drawing."""
+    """Return the CSS rule of the icon `name`, a 24 x 24 line drawing. path: SVG path data."""
     svg = (
         "<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 24 24' fill='none' stroke='#fff'"
         " stroke-width='1.4' stroke-linecap='round' stroke-linejoin='round'><path"

@@ -31,7 +31,7 @@ class Seed(Generic[R]):
         self._indexes: dict[str, dict[Any, list[int]]] = {}
 
     def ids(self, field: str, value: Any) -> list[int]:
-        """Ids of the records whose `field` is `value`."""
+        """Return the ids of the records whose `field` is `value`, in the seed's order."""
         index = self._indexes.get(field)
         if index is None:
             index = {}
@@ -53,7 +53,7 @@ class Table(Generic[R]):
         self._own: dict[int, R | None] = {}
 
     def get(self, id: int, **fields: Any) -> R | None:
-        """Return the record of an id, None if there is none or its `fields` have other values."""
+        """Return the record of an id; None if there is none or its `fields` have other values."""
         changes = self._own
         record = changes[id] if id in changes else self.seed.rows.get(id)
         return record if record is not None and _has(record, fields) else None
@@ -86,7 +86,7 @@ class Table(Generic[R]):
         )
 
     def where(self, field: str, value: Any) -> list[R]:
-        """The records whose `field` is `value`, sorted by id."""
+        """Return the records whose `field` is `value`, sorted by id."""
         changes = self._own
         unchanged = [self.seed.rows[id] for id in self.seed.ids(field, value) if id not in changes]
         changed = [
@@ -100,7 +100,7 @@ class Table(Generic[R]):
         return next((row for row in self.where(field, value) if _has(row, others)), None)
 
     def next_id(self) -> int:
-        """An id that no record has had before, removed ones included."""
+        """Return an id that no record has had before, removed ones included."""
         return max(self.seed.last_id, max(self._own, default=0)) + 1
 
     def put(self, record: R) -> R:

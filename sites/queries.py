@@ -1,7 +1,7 @@
-"""The helper queries of WebArena's evaluators that ask a site. They read a session's state instead
-of the sites' interfaces.
+"""Helper functions of WebArena's evaluators for the embedded sites: they read a session's state
+instead of asking a site.
 
-Names (one spelling mistake included) and results are WebArena's: webarena,
+Names (one has a spelling mistake) and results are those of WebArena's
 evaluation_harness/helper_functions.py.
 """
 
@@ -15,26 +15,26 @@ from sites.store.records import Review
 
 
 def shopping_get_latest_order_url(state: World) -> str:
-    """Address of the shop page of the newest order of any customer; "" without orders."""
+    """Return the shop's address of the newest order of any customer; "" without orders."""
     order = max(state.store.orders, key=lambda order: (order.day, order.id), default=None)
     return f"http://{SITES['shopping']}/account/orders/{order.id}" if order else ""
 
 
 def shopping_get_sku_latest_review_author(state: World, sku: str) -> str:
-    """Nickname of the author of a product's newest review of any status; "" without reviews."""
+    """Return the nickname of a product's newest review of any status; "" without reviews."""
     review = _latest_review(state, sku)
     return review.nickname if review else ""
 
 
 def shopping_get_sku_latest_review_rating(state: World, sku: str) -> str:
-    """Rating of a product's newest review in percent, for example "80"; "" without reviews."""
+    """Return the newest review's rating in percent, for example "80"; "" without reviews."""
     review = _latest_review(state, sku)
     return str(review.rating * 20) if review else ""
 
 
 def gitlab_get_project_memeber_role(state: World, url: str, account_name: str) -> str:
-    """The account's role in the project of the page at `url`; "" if it is no member or there is
-    no such project.
+    """Return the account's role in the project of the page at `url`; "" if it is no member or there
+    is no such project.
     """
     path = [unquote(part) for part in urlsplit(url).path.split("/")]
     project = state.hub.projects.first("path", "/".join(path[1:3]))

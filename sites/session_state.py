@@ -1,5 +1,5 @@
-"""State of the four sites of one session: generated content, shared by all sessions, and the
-session's changes.
+"""State of the four sites in one session: the generated content, which all sessions share, and
+this session's changes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Content:
     hub: Hub
 
     def world(self, login: bool = True) -> World:
-        """Return a new state with this content; with `login`, a user is logged in on each site."""
+        """Return a new session's state; with `login`, the demo user is logged in on each site."""
         sites = ("shopping", "shopping_admin", "reddit", "gitlab")
         logins: dict[str, int | None] = dict.fromkeys(sites, DEMO if login else None)
         return World(fresh(self.store), fresh(self.forum), fresh(self.hub), logins)
@@ -60,7 +60,7 @@ class Content:
 
 @lru_cache(maxsize=4)
 def content(seed: int) -> Content:
-    """The content of a seed; that of the last four seeds is cached."""
+    """Generate the content of a seed; the last four seeds' contents are cached."""
     return Content(
         store_content.generate(seed), forum_content.generate(seed), hub_content.generate(seed)
     )

@@ -35,12 +35,12 @@ _HEADERS = {
 
 
 class NotFound(Exception):
-    """There is no such page; the text names the missing thing."""
+    """A page or record that does not exist; the text, for the user, names it."""
 
 
 class Refused(Exception):
-    """A request has invalid values or its user lacks the role. The text is shown to the user; a
-    form keeps the typed values.
+    """A request with invalid values, or by a user without the role. The text is shown to the user;
+    a form keeps the typed values.
     """
 
 
@@ -53,7 +53,7 @@ class Response:
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """A slice of a long list; pages count from 1."""
+    """A slice of a long list; pages and `first_index` count from 1 (0 if the list is empty)."""
 
     items: Sequence[T]
     number: int
@@ -72,7 +72,7 @@ class Request:
     query: dict[str, str]
     form: dict[str, str]
     referer: str
-    # form fields with several values, checkboxes
+    # all values of each form field, for checkboxes
     repeated: dict[str, list[str]] = field(default_factory=dict)
 
     def page(self, template: str, /, http_status: int = 200, **context: Any) -> Response:
@@ -92,7 +92,7 @@ class Request:
         return redirect(self.back())
 
     def back(self) -> str:
-        """Path and query of the page that sent the request; "/" if it is not of this site."""
+        """Return path and query of the page that sent the request; "/" if it is of another site."""
         referer = urlsplit(self.referer)
         is_here = referer.netloc.partition(":")[0] == self.host
         if not is_here or not referer.path.startswith("/") or referer.path.startswith("//"):
@@ -105,7 +105,7 @@ class Request:
         return None if login is None else users[login]
 
     def me(self, users: Table[R]) -> R:
-        """Return the record of the visitor; only for pages that require a login."""
+        """Return the record of the visitor; call it only for pages that require a login."""
         user = self.visitor(users)
         assert user is not None
         return user
@@ -114,7 +114,7 @@ class Request:
         return self.query.get(name, "").strip()[:100]
 
     def paged(self, items: Sequence[T], size: int) -> Page[T]:
-        """Return the query's page of the items, clamped to the existing pages."""
+        """Return the query's page of the items, from 1 to the last. size: items per page."""
         last = max(1, -(-len(items) // size))
         number = min(max(self.number("page", 1), 1), last)
         start = (number - 1) * size
@@ -136,12 +136,12 @@ class Request:
         return parse_day(value, label) if value else None
 
     def changed(self, **changes: Any) -> str:
-        """Path and query of this page, with these query values changed or added."""
+        """Return path and query of this page, with these query values changed or added."""
         query = {**self.query, **{key: str(value) for key, value in changes.items()}}
         return f"{quote(self.path)}?{urlencode(query)}" if query else quote(self.path)
 
     def text(self, name: str, label: str, max_chars: int = 200, required: bool = True) -> str:
-        """A form field's text, stripped. Errors: Refused if too long, or required and empty."""
+        """Return a form field, stripped. Errors: Refused if too long, or required and empty."""
         value = self.form.get(name, "").replace("\r\n", "\n").replace("\x00", "").strip()
         if required and not value:
             raise Refused(f"{label} is a required field.")
@@ -201,8 +201,8 @@ class Site:
     ) -> None:
         """Add the pages /login and /logout of the demo user.
 
-        user: the name that `form_field` must have; case matters only in user names. wrong, welcome,
-        goodbye: messages; after: where one is after the logout.
+        user: returns the name that `form_field` must have; case does not matter in `email`.
+        wrong, welcome, goodbye: messages. after: the page to show after the logout.
         """
 
         @self.get("/login")
@@ -227,7 +227,9 @@ class Site:
             return request.done(goodbye, after)
 
     def answer(self, request: Request) -> Response:
-        """Return the response; invalid input gets an error page, or after a form a redirect."""
+        """Return the response to a request: an error page for Refused and NotFound, but for a
+        refused form a redirect to its page.
+        """
         try:
             return self._answer(request)
         except Refused as refused:
@@ -290,8 +292,8 @@ def plain(status: int, text: str) -> Response:
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Parse a query or form: the last value of each name, and all values of each name.
-    Errors: ValueError if there are too many.
+    """Parse a query or form. Return the last value of each name, and all values of each name.
+    Errors: ValueError for more than _MAX_FIELDS fields.
     """
     repeated: dict[str, list[str]] = {}
     for name, value in parse_qsl(
@@ -316,7 +318,7 @@ def existing(record: T | None, missing: str) -> T:
 
 
 def look_up(table: Table[R], id: int, noun: str, **fields: Any) -> R:
-    """Return the record of an id, with these values of its fields. Errors: NotFound."""
+    """Return the record of an id. Errors: NotFound without it or if its `fields` differ."""
     return existing(table.get(id, **fields), f"This {noun} does not exist.")
 
 
@@ -327,12 +329,12 @@ def matches(search: str, *texts: str) -> bool:
 
 
 def local(address: str) -> str:
-    """The address if it is a path on the same site, else "/"."""
+    """Return the address if it is a path on the same site, else "/"."""
     return address if re.match(r"/(?![/\\])", address) else "/"
 
 
 def pairs(options: Mapping[Any, Any] | Sequence[Any]) -> list[tuple[Any, Any]]:
-    """(value, text) of each option.
+    """Return (value, text) of each option.
 
     options: a mapping to texts, or to tuples that begin with a text, or a list of texts.
     """

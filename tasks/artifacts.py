@@ -37,7 +37,7 @@ LAST_UPDATE_S = 10.0
 
 
 class _Watched:
-    """Progress that is forwarded to `inner`; `shown` returns its last state."""
+    """A Progress that forwards every call to `inner` and keeps the last state for `shown`."""
 
     def __init__(self, inner: Progress) -> None:
         self._inner = inner
@@ -53,7 +53,7 @@ class _Watched:
         self._inner.advance(count, note)
 
     def shown(self) -> tuple[float, str] | None:
-        """Return (percent, text); None before the first start."""
+        """Return (percent from 0 to 100, text); None before the first start."""
         if not self._what:
             return None
         percent = min(100.0, 100.0 * self._count / self._total) if self._total else 100.0
@@ -62,7 +62,9 @@ class _Watched:
 
 @contextlib.contextmanager
 def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
-    """Yield a progress for `inner` and a progress artifact, updated at most once in EVERY_S."""
+    """Yield a Progress that forwards to `inner`. A thread copies its state to a Prefect artifact,
+    at most every EVERY_S seconds and once more at the end; errors of Prefect are only logged.
+    """
     watched, stop = _Watched(inner), threading.Event()
     # a thread, because coroutines report progress and would have to await Prefect's calls; the
     # context names the task run
@@ -106,7 +108,7 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
 
 
 def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
-    """Create a table of the step's numbers with its MLflow run; an error is only logged."""
+    """Create a Prefect table of the step's numbers and its MLflow run; an error is only logged."""
     try:
         _create_table(cfg, outcome)
     except Exception as error:
@@ -162,7 +164,9 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 
 
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
-    """Return table rows: an evaluation's metrics, else the training curve, else the results."""
+    """Return table rows: an evaluation's metrics (keys metric, mean, low, high, perhaps gain), else
+    the training curve (a key per measured column), else the results (keys result and value).
+    """
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
         rows = [

@@ -1,4 +1,4 @@
-"""The dataset, at the version the repository pins."""
+"""Prefect task that pulls the dataset at the version that the repository pins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ PULL_TIMEOUT_S = 1700.0
 
 
 def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
-    """Return the `.dvc` file; None for an untracked folder. Errors: ConfigError without both."""
+    """Return the `.dvc` file next to the folder `path`; None for a folder without such a file.
+    setting: named in the error. Errors: ConfigError if neither exists.
+    """
     pointer = path.with_name(f"{path.name}.dvc")
     if pointer.is_file():
         return pointer
@@ -27,7 +29,7 @@ def dataset_pointer(path: Path, setting: str = "data.path") -> Path | None:
 
 @retried("pull data", run_name="pull data", delays_s=(2, 10), timeout_s=1800)
 def pull_data(path: Path) -> str:
-    """Restore the dataset that its `.dvc` file pins, with `dvc pull`. Result: a summary.
+    """Restore the dataset that its `.dvc` file pins, with `dvc pull`. Return a summary.
 
     A folder that DVC does not track is your own data and stays as it is.
     Errors: DataError if the files differ from the pin; DvcError if they cannot be pulled.

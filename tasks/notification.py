@@ -25,7 +25,7 @@ BLOCKS = "Slack Webhook, Email, Custom Webhook, ..."
 
 
 def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
-    """Return (subject, text): the failed steps, the reasons, and the command to continue."""
+    """Return (subject, text): failed steps, reasons, how to continue. page: URL of Prefect's UI."""
     lines = [f"run: {run.name}"]
     for task_run in failed:
         lines.append(f"failed: {task_run.name}: {task_run.state.message if task_run.state else ''}")
@@ -40,7 +40,9 @@ def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
 
 @retried("notify", delays_s=(2, 10, 60), timeout_s=60)
 def tell(flow_run_id: UUID, block: str) -> str:
-    """Send a report on a failed run through a block; return its text. Errors: ConfigError."""
+    """Send a report on a failed flow run through a Prefect notification block; return its text.
+    Errors: ConfigError if the block does not exist or sends no notifications.
+    """
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
         failed = client.read_task_runs(

@@ -20,7 +20,7 @@ FINAL = (ConfigError, LeaseHeld, Stopped, AlarmStop)
 
 
 async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
-    """Return True if a retry may help, which continues from the last commit.
+    """Return True if a retry, which continues from the last commit, may help.
     It cannot help if the configuration is wrong, another process runs the step, or it was stopped.
     """
     result = await state.aresult(raise_on_failure=False)
@@ -34,7 +34,7 @@ def retried(
     delays_s: Sequence[float] = (2,),
     timeout_s: float | None = None,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Return the decorator of a task. delays_s: before each retry. timeout_s: of each attempt."""
+    """Return a task decorator. delays_s: before each retry. timeout_s: limit of each attempt."""
     return task(
         name=name,
         task_run_name=run_name,

@@ -106,7 +106,7 @@ class Standing:
 
 
 def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
-    """Return servers of this environment, started if none run; `end_environments` ends them."""
+    """Return an environment's kept servers, started if none run; `end_environments` ends them."""
     return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
@@ -135,7 +135,7 @@ def _of_kept(server: KeptServer) -> Standing:
 
 
 def servers_artifact(servers: list[Standing], description: str) -> None:
-    """List the servers on the flow run's page, without tokens."""
+    """Create a table of the servers, without their tokens, on the flow run's page in Prefect."""
     rows = [
         {
             "environment": server.env,

@@ -56,7 +56,7 @@ The first observation names your goal. After that you are told what you see, how
 ahead of you is, what you carry and which actions are available. If an action cannot be done, you \
 are told why and what is available."""
 
-# worked examples: level, seed; the lists' seeds are below 10,000
+# worked examples: (level, seed); the seeds of item lists are below 10,000
 TASKS = (("GoToObj", 1_000_000_003), ("PickupDist", 1_000_000_001))
 
 

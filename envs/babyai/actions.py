@@ -13,7 +13,7 @@ from envs.babyai.views import VIEW_SIZE, Cell, View, VisibleObject, number
 
 
 class Move(IntEnum):
-    """minigrid's actions, with its numbers."""
+    """The actions of minigrid, with its numbers."""
 
     LEFT = 0
     RIGHT = 1
@@ -48,7 +48,7 @@ Path = tuple[Move, ...]
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The moves of an offered action, and the cell of the object that it names."""
+    """The moves of an action that is possible now, and the cell of the object that it names."""
 
     moves: Path  # empty: the command's goal is already reached
     target: Cell | None = None  # cell of the object that the command names

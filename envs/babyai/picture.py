@@ -62,8 +62,8 @@ def _cells(env: MiniGridEnv, size: int) -> list[Any]:
 
 
 def _seen(cells: list[Any], size: int) -> list[bool]:
-    """Return True for each visible cell. Starting at the agent's row, a visible cell that does not
-    block the view makes its neighbors to the side and the three cells ahead visible.
+    """Return a flag for each cell, True if it is visible. Starting at the agent's row, a visible
+    cell that does not block the view makes its side neighbors and the three cells ahead visible.
     """
     visible = [False] * (size * size)
     visible[_at(size // 2, size - 1, size)] = True
@@ -84,8 +84,8 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 
 def grid_of(env: MiniGridEnv) -> dict[str, Any]:
-    """Return the world from above in JSON types: all objects, with columns from the left and rows
-    from the top, and the agent's position and direction (0 right, 1 down, 2 left, 3 up).
+    """Return the world from above in JSON types: width, height, mission, agent (x, y, direction: 0
+    right, 1 down, 2 left, 3 up), carrying, and things with x from the left and y from the top.
     """
     width, height = int(env.grid.width), int(env.grid.height)
     things = [

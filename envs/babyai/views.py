@@ -64,8 +64,8 @@ class View:
 
     @property
     def barrier(self) -> tuple[str, int] | None:
-        """(kind, distance) that AgentGym reports as faced: the nearest wall or box straight ahead;
-        balls, keys and doors are ignored.
+        """Return (kind, distance) of the nearest wall or box straight ahead, None without one.
+        AgentGym reports it as faced; it ignores balls, keys and doors.
         """
         ahead = [("box", obj.ahead) for obj in self.objects if obj.kind == "box" and obj.left == 0]
         if self.wall_ahead is not None:
@@ -74,14 +74,14 @@ class View:
 
     @property
     def blocked(self) -> frozenset[Cell]:
-        """Cells in view that the agent cannot walk through. Doors are not among them: a closed one
-        may open.
+        """Return the cells in view that the agent cannot walk through. Doors are not among them: a
+        closed one may open.
         """
         return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
 
 
 def number(objects: Iterable[VisibleObject]) -> list[tuple[VisibleObject, int]]:
-    """Number the objects of equal name from 1, in the given order."""
+    """Return (object, number): objects of equal name are numbered from 1, in the given order."""
     counts: dict[str, int] = {}
     result = []
     for obj in objects:
@@ -91,7 +91,7 @@ def number(objects: Iterable[VisibleObject]) -> list[tuple[VisibleObject, int]]:
 
 
 def decode(image: Any) -> View:
-    """Decode minigrid's image.
+    """Return the view in minigrid's image.
 
     image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up.
     """
@@ -165,7 +165,7 @@ def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence
 
 
 def agentgym_reply(text: str, actions: Sequence[str]) -> str:
-    """Append the list of actions possible now, as all of AgentGym's answers do."""
+    """Return the text with the list of possible actions, which ends all of AgentGym's answers."""
     return f"{text}\nAvailable actions: {json.dumps(list(actions))}"
 
 

@@ -49,8 +49,8 @@ class Options:
 
 
 class World:
-    """One episode. Each reset makes a new minigrid environment, so that no state leaks into the
-    next episode.
+    """One episode at a time. Each reset makes a new minigrid environment, so that no state leaks
+    into the next episode.
     """
 
     def __init__(self, options: Options) -> None:
@@ -66,7 +66,7 @@ class World:
 
     @property
     def offered(self) -> dict[str, Command]:
-        """Commands of the high grammar that are possible now."""
+        """Return the commands of the high grammar that are possible now, by their text."""
         if self._offered is None:
             self._offered = offer(self.view, int(self.env.agent_dir))
         return self._offered
@@ -113,8 +113,8 @@ class World:
     def _first_view(self) -> View:
         """Return the view after a reset.
 
-        Some levels let the agent carry an object from the start. The reset's own image is older: it
-        shows the object still in its cell. AgentGym's server shows it, and so does view `agentgym`.
+        Some levels let the agent carry an object from the start. The reset's own image still shows
+        the object in its cell. AgentGym's server shows that image, and so does view `agentgym`.
         """
         view = decode(self.env.gen_obs()["image"])
         if self.options.view == "compact":
@@ -189,8 +189,8 @@ class Bot:
     """An expert that translates minigrid's BabyAIBot into the grammar of its world.
     The bot may run forever, so the caller sets the time limit.
 
-    In an unchanged state it returns the same action; after moves it did not follow it plans again
-    from the current state.
+    In an unchanged state it returns the same action; after moves that it did not propose it plans
+    again from the current state.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""The expert: recorded actions that solve a task, from its beginning."""
+"""The expert for a laboratory task: it replays recorded actions that solve the task."""
 
 from __future__ import annotations
 

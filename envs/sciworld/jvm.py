@@ -36,7 +36,7 @@ class JvmLost(RuntimeError):
 
 
 class GameFailed(RuntimeError):
-    """The engine raised; do not use the game again. The process and its other games run on."""
+    """The engine raised an exception; do not use this game again. Other games are not affected."""
 
 
 def find_java() -> str:
@@ -83,8 +83,8 @@ def java_options(heap_mib: int) -> list[str]:
 
 
 class Line:
-    """The two pipes of one slot.
-    Calls and `close` take the lock, so no descriptor is closed during a call.
+    """The two pipes of one slot, for requests and answers.
+    Calls and `close` take a lock, so no descriptor is closed during a call.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class Line:
         self.engine_s = 0.0  # CPU seconds of the slot's games so far
 
     def ask(self, request: bytes, timeout_s: float) -> bytes:
-        """Send a request and return its answer.
+        """Send a request and return its answer, an encoded reply (`_REPLY`, then the texts).
         Errors: TimeoutError; EOFError, OSError or ValueError if one end is closed.
         """
         deadline, answer = time.monotonic() + timeout_s, bytearray()
@@ -218,15 +218,15 @@ class Jvm:
 
     @property
     def engine_s(self) -> float:
-        """CPU seconds used by all games so far."""
+        """CPU seconds that the engine used for all games so far."""
         return sum(line.engine_s for line in self._lines)
 
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
     ) -> list[str]:
-        """Carry out an operation in a slot.
-        Errors: GameFailed; JvmLost.
-        A timeout ends the process: nothing else stops a game that loops.
+        """Carry out an operation in a slot and return its answer, a list of texts.
+        Errors: GameFailed if the engine raised; JvmLost if the process is gone.
+        A timeout ends the process (JvmLost): nothing else stops a game that loops.
         """
         try:
             answer = self._lines[slot].ask(_request(operation, texts), timeout_s)
@@ -280,7 +280,7 @@ class Jvm:
         return 0.0
 
     def close(self, reason: str = "closed") -> None:
-        """End the process. May be called more than once, from any thread."""
+        """End the process. May be called again, from any thread. reason: text of later errors."""
         self._lose(reason)
         self._process.kill()
         self._process.wait(EXIT_TIMEOUT_S)

@@ -1,5 +1,5 @@
-"""A pool of Java processes with reusable slots, one game each; it assigns slots and replaces bad
-processes.
+"""A pool of Java processes with reusable slots, one game each. It assigns slots and replaces
+processes that died or use too much memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from envs.sciworld.jvm import GameFailed, Jvm, JvmLost
 logger = logging.getLogger(__name__)
 
 SLOTS_PER_JVM = 8
-# of one call: a longer one is stuck; it suffices to load a new slot's classes on a busy machine
+# of one call, enough to load a new slot's classes on a busy machine; a longer call is stuck
 CALL_TIMEOUT_S = 60.0
 HEAP_MIB = (96, 24)  # of one process: base, and for each slot
 IDLE_S = 60.0  # a process unused for so long ends, except the first
@@ -32,7 +32,7 @@ class Place(Protocol):
     """The interface to one game, used by one thread at a time."""
 
     def call(self, operation: str, *texts: str) -> list[str]:
-        """Carry out an operation; `java/Slots.java` lists operations and their texts.
+        """Carry out an operation and return its texts; `java/Slots.java` lists the operations.
         Errors: GameFailed, JvmLost.
         """
 
@@ -52,10 +52,10 @@ class Pool(Protocol):
 
     @property
     def engine_s(self) -> float:
-        """CPU seconds used by all games so far."""
+        """CPU seconds that the engine used for all games so far; 0 if not measured."""
 
     def warm(self, num_games: int) -> None:
-        """Prepare up to num_games games, as many as are worth their memory.
+        """Do the slow setup of up to num_games games in advance; a pool may prepare fewer or none.
         Errors: GameFailed, JvmLost.
         """
 
@@ -207,7 +207,7 @@ class SlotPool:
             return (next(free, None) or self._start()).free.pop()
 
     def _open(self, slot: Slot) -> None:
-        """Load the slot's classes, once. Errors: GameFailed, JvmLost."""
+        """Load the slot's classes unless they are loaded. Errors: GameFailed, JvmLost."""
         if not slot.open:
             slot.call("o")
             slot.open = True

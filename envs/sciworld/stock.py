@@ -87,7 +87,7 @@ class StockSlot:
     engine: Any
 
     def call(self, operation: str, *texts: str) -> list[str]:
-        """Carry out an operation.
+        """Carry out an operation and return its texts, see `Place.call`.
         Errors: GameFailed; JvmLost, also if no answer came: if the process dies before it reads a
         call, py4j reports an error without a cause.
         """
@@ -104,8 +104,8 @@ class StockSlot:
             raise JvmLost(f"{type(error).__name__} {error}") from error
 
     async def call_async(self, operation: str, *texts: str) -> list[str]:
-        """Carry out an operation with a deadline, see `call`. After a timeout the caller closes the
-        game; that ends the process, and so the waiting thread.
+        """Carry out an operation with a deadline, see `call`. After a timeout (JvmLost) the caller
+        closes the game; that ends the process, and so the waiting thread.
         """
         try:
             return await asyncio.wait_for(

@@ -46,7 +46,7 @@ class Options:
 
 
 class World:
-    """One episode. All methods may raise GameFailed or JvmLost; the episode is over then."""
+    """One episode. Methods may raise GameFailed (not a step) or JvmLost, which end the episode."""
 
     def __init__(self, pool: Pool, options: Options) -> None:
         self._pool = pool
@@ -75,7 +75,7 @@ class World:
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
-        """Take an action. Errors: JvmLost."""
+        """Take an action; if the engine raises, the episode ends (`_broken`). Errors: JvmLost."""
         try:
             return self._stepped(action, self._ours().call("s", action[:LONGEST]))
         except GameFailed as error:
@@ -130,7 +130,7 @@ class World:
         }
 
     def _value(self) -> float:
-        """Return the episode's outcome so far, the sum of its rewards."""
+        """Return the outcome so far: the score with reward `agentgym`, else a share from 0 to 1."""
         agentgym = self._options.reward == "agentgym"
         return float(self.score) if agentgym else max(self.score, 0) / SOLVED
 
@@ -165,11 +165,11 @@ class World:
         return self._ours().call("a", "getValidActionObjectCombinations")[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
-        """Call these methods of the engine and return their answers."""
+        """Call these methods of the engine and return their answers as texts, in order."""
         return self._ours().call("a", *names)
 
     def tree(self) -> Any:
-        """Return the engine's tree of all objects."""
+        """Return the engine's tree of all objects, parsed from JSON."""
         return json.loads(self._ours().call("u")[0])
 
     def close(self) -> None:

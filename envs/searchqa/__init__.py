@@ -32,7 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "retriever_timeout_s": 20.0,
 }
 _MAX_TOPK = 100
-# a query may wait as long again for its turn, and the server gives a step 120 s
+# waiting for its turn can double a query's time, and the server allows a step 120 s
 _MAX_TIMEOUT_S = 50.0
 
 _INSTRUCTIONS = """\
@@ -65,7 +65,7 @@ For example: \
 
 class SearchReset(BaseModel):
     id: int = Field(validation_alias="env_idx")
-    # None: the one of the create request
+    # None: the index in the create request
     data_idx: int | None = Field(default=None, validation_alias="id")
 
 
@@ -111,10 +111,10 @@ QUESTIONS = (
 
 @cache
 def worked_examples(options: Options) -> tuple[Example, ...]:
-    """Return the worked examples, with documents of the embedded corpus, as many and as long as
-    these options show.
+    """Play and return the worked examples over the embedded corpus. Each search shows as many and
+    as long documents as these options allow.
 
-    A question that these documents do not answer is left out.
+    A question that the shown documents do not answer is left out.
     """
     options = replace(options, mode="strict")
     reply = _thoughtful if options.protocol == "agentgym" else str
@@ -160,7 +160,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
             offers_hints=True,
             examples=partial(worked_examples, options),
             probe_actions=("<search>town</search>", "<answer>none</answer>"),
-            # a search of the embedded corpus takes 0.1 ms
+            # a search of the embedded corpus takes 0.1 ms and needs no thread
             blocking=not isinstance(retriever, retrievers.Bm25),
             identity=lambda task_id: " ".join(question_set[task_id].text.lower().split()),
         )

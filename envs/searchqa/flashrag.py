@@ -17,7 +17,7 @@ COLUMNS = ("question", "golden_answers", "data_source", "reward_model", "extra_i
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The ids of one benchmark's questions: row 0 is `first`."""
+    """The ids of one benchmark's questions, `first` to `last`; row 0 has the id `first`."""
 
     split: str  # also the stem of the file
     data_source: str

@@ -1,7 +1,7 @@
 """Questions by task id: the interface of a set of questions, and the embedded set.
 
-In the embedded set and in that of the benchmarks, ids below 51713 are eval and the others train, so
-a published id list means the right split in both.
+In the embedded set and in that of the benchmarks, ids below 51713 are for evaluation and the others
+for training, so a published list of ids refers to the same split in both.
 """
 
 from __future__ import annotations

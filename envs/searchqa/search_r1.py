@@ -52,7 +52,7 @@ class _Refused(RetrieverError):
 
 
 class _Again(Exception):
-    """A failure after which the same request may be sent again."""
+    """A failed attempt; the same request may be sent again."""
 
 
 @dataclass(slots=True, eq=False)

@@ -79,7 +79,7 @@ class Searched:
 
 
 class Episode:
-    """A question, the searches made for it and the answers given."""
+    """One episode: a question, the searches made for it and the answers given."""
 
     def __init__(self, questions: Questions, retriever: Retriever, options: Options) -> None:
         self._questions = questions
@@ -98,7 +98,7 @@ class Episode:
         return f"Question: {self.question.text}"
 
     def step(self, action: str) -> StepResult:
-        """Carry out a reply. After the end it has no effect and no reward.
+        """Carry out the search or answer in a reply. After the end it has no effect and no reward.
         Errors: RetrieverError.
         """
         if self.ended:
@@ -147,7 +147,7 @@ class Episode:
         return self._result(information(documents, self.options.max_doc_chars))
 
     def _answer(self, answer: str) -> StepResult:
-        """Grade an answer. In mode agentgym the episode continues after a wrong one."""
+        """Grade an answer; an exact match pays 1. In mode agentgym a wrong one is not the end."""
         answer = answer.strip()
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))

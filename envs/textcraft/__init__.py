@@ -143,7 +143,7 @@ def solution(book: Book, goal: str) -> list[str]:
 
 
 def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
-    """Return the goals by task id, always in the book's order and not in the option's."""
+    """Return the goals by task id, in the book's order, not the option's. Errors: ValueError."""
     wanted = chosen["goals"]
     if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
         raise ValueError(

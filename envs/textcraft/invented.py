@@ -57,7 +57,7 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
     single = sorted({*begins, *ends} - names)
     # a book leaves out recipes whose only ingredient is a block
     ingredient_ends = [end for end in ends if end != "block"]
-    # a str is hashed by sha512, the same everywhere
+    # Random hashes a str with sha512, so the draws are the same on every machine
     chance = random.Random("invented recipes")  # noqa: S311
     outputs, ingredients = set(names), set(names)
 

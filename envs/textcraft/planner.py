@@ -1,4 +1,4 @@
-"""The planner that crafts any goal: it chooses recipes, members of kinds, amounts and the order of
+"""A planner that crafts any goal: it chooses recipes, members of kinds, amounts and the order of
 actions.
 """
 
@@ -13,8 +13,8 @@ from envs.textcraft.recipes import Book, Recipe
 
 @dataclass(slots=True)
 class Choices:
-    """The chosen recipe of each item and the chosen member of each kind. The default is the
-    shallowest one.
+    """The chosen recipe of each item and the chosen member of each kind. The default is the one
+    that needs the fewest levels of crafting.
     """
 
     book: Book
@@ -33,8 +33,8 @@ class Choices:
         )
 
     def others(self, item: str) -> Iterator[Choices]:
-        """Yield other choices for one item: each of its recipes, and each member of one kind in
-        that recipe.
+        """Yield other choices for one item: each of its recipes, also with each member of one kind
+        in that recipe.
         """
         for recipe in self.book.by_output.get(item, ()):
             recipes = {**self.recipes, item: recipe}
@@ -83,7 +83,7 @@ class Need:
 
 
 class Plan:
-    """The acts that lead from an inventory to the goal under the given choices, ingredients before
+    """Actions that lead from an inventory to the goal under the given choices, ingredients before
     the items made of them.
 
     Equal items are fetched in one act, and a recipe's surplus is used by the next one that needs

@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,5}")
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One way to craft `count` of `output`. Names are as a player writes them, with blanks."""
+    """One way to craft `count` of `output`. Names have blanks, as a player writes them."""
 
     output: str
     count: int
@@ -54,7 +54,7 @@ class Book:
 
     raw: items that can be fetched. members: items of each kind.
     depth: of items and kinds, 0 if nothing has to be crafted.
-    goals: every craftable item, by depth and then by name.
+    goals: every craftable item, by depth and then by name. digest: of recipes and kinds.
     """
 
     def __init__(self, drafts: Iterable[Draft], source: str) -> None:

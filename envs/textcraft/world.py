@@ -50,7 +50,7 @@ class Malformed(Refused):
 
 
 class World:
-    """One episode. All its randomness comes from the task id; the book is shared and immutable."""
+    """One episode at a time. Its randomness comes from the task id alone; worlds share the book."""
 
     def __init__(self, book: Book, options: Options) -> None:
         self.book = book
@@ -65,7 +65,7 @@ class World:
         self.goal = self.options.goals[task_id % len(self.options.goals)]
         self.family = f"depth {self.book.depth[self.goal]}"
         self.inventory, self.num_steps, self._ended = {}, 0, False
-        # a str is hashed by sha512, the same everywhere
+        # Random hashes a str with sha512, so the draws are the same on every machine
         chance = random.Random(f"textcraft {task_id}")  # noqa: S311
         tree, others = self.book.told(self.goal)
         commands = tree + chance.sample(others, min(self.options.distractors, len(others)))

@@ -196,7 +196,7 @@ def _addresses(value: Any) -> dict[str, str]:
 
 
 def _names(value: Any, sites: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """(real address, shown address) per site, longest real address first. Errors: ValueError."""
+    """Return (real, shown) addresses per site, longest real address first. Errors: ValueError."""
     if not isinstance(value, dict) or not all(isinstance(url, str) for url in value.values()):
         raise ValueError(
             'webarena option names: expected an object such as {"shopping":'

@@ -1,4 +1,4 @@
-"""Execution of one action in a session's tabs, by fresh coordinates and never by a selector."""
+"""Execution of one action in a session's tabs; clicks go to current coordinates, not selectors."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
 
 
 async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]:
-    """Middle (x, y) of the element's largest visible part, scrolled into view if necessary.
+    """Scroll the element into view if necessary; return (x, y), the middle of its largest part.
     Errors: Refusal if no part is visible.
     """
     try:

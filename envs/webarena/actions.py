@@ -64,7 +64,7 @@ _PATTERNS = {kind: re.compile(pattern, re.DOTALL) for kind, (_, pattern) in _GRA
 
 
 class NoAction(ValueError):
-    """The reply contains no valid action; the text is for the policy."""
+    """The reply contains no valid action; the text, which the policy sees, gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def parse(reply: str) -> Action:
 
 
 def keys(text: str) -> str:
-    """The key combination in playwright's names. Errors: NoAction."""
+    """Return the key combination in Playwright's names, for example Control+a. Errors: NoAction."""
     names = text.strip().split("+")
     if names[-2:] == ["", ""]:  # the plus key itself
         names[-2:] = ["+"]

@@ -40,8 +40,8 @@ _given: ContextVar[dict[str, str] | None] = ContextVar("environment of the drive
 
 
 def _drivers_environment() -> dict[str, str]:
-    """Environment of the driver: during a launch the variables of this launch and a few that
-    Playwright needs, else Playwright's default.
+    """Return the environment of the driver: during a launch the variables of this launch and a few
+    that Playwright needs, else Playwright's default.
 
     Playwright passes its driver all variables of this process and has no option against it.
     """
@@ -94,7 +94,7 @@ class Chromium:
         self._running: Running | None = None
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return the coroutine's result. Errors: the coroutine's; TimeoutError after timeout_s."""
+        """Run a coroutine and return its result. Errors: its own; TimeoutError after timeout_s."""
         future = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(work, timeout_s), self._started()
         )
@@ -105,7 +105,7 @@ class Chromium:
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
     async def run_async(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Return the coroutine's result without blocking a thread. Errors: those of `run`."""
+        """Run a coroutine and await its result in the caller's loop. Errors: those of `run`."""
         future = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(work, timeout_s), self._started()
         )
@@ -173,7 +173,7 @@ class Chromium:
             await asyncio.wait_for(context.close(), CLOSE_S)
 
     async def pid(self) -> int:
-        """Process id of the browser, for tests and measurements; launches one if none runs."""
+        """Return the browser's process id, for tests and measurements; launch one if none runs."""
         return await _pid((await self._current()).browser)
 
     def _started(self) -> asyncio.AbstractEventLoop:

@@ -36,7 +36,7 @@ _HOST = re.compile(r"[A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def find_browser(given: str = "") -> str:
-    """Path of the browser: the program in AGENTGYM_BROWSER, else `given`, else the first present.
+    """Return the path of the browser: AGENTGYM_BROWSER, else `given`, else the first one present.
 
     Builds without a window come first, and the system's before the newest that Playwright
     downloaded.
@@ -73,7 +73,7 @@ def find_browser(given: str = "") -> str:
 
 
 def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
-    """Command line switches under which only the routes are reachable.
+    """Return command line switches under which the browser reaches only the routes.
 
     routes: (host:port as the pages name it, host:port to connect to).
     Errors: ValueError if an address is no host:port.
@@ -100,7 +100,7 @@ def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Environment of browser and driver: a few of our variables; home and TMPDIR are `folder`."""
+    """Return variables for browser and driver: a few of ours; HOME and TMPDIR are `folder`."""
     variables = {
         name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")
     }

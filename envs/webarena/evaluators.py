@@ -1,10 +1,10 @@
-"""WebArena's three evaluators: rules over texts, a page behind a protocol, and a judge for free
-answers.
+"""WebArena's three evaluators: rules for the answer (a judge for free text), for the final URL,
+and for the contents of pages.
 
 Each part is 0 or 1 and the score is their product.
 Source: evaluation_harness of web-arena-x/webarena, including its special cases: substrings count, a
-one-character reference must be a whole token, ` |OR| ` is split in pages and addresses but not in
-answers.
+one-character reference must be a whole token, ` |OR| ` separates alternatives in pages and URLs but
+not in answers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Judge(Protocol):
 
 
 class Helpers(Protocol):
-    """The functions a task file may name."""
+    """The helper functions that a task file may name."""
 
     def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str: ...
 
@@ -55,7 +55,7 @@ class Verdict:
 
 
 def evaluate(task: Task, answer: str, page: FinalPage, helpers: Helpers, judge: Judge) -> Verdict:
-    """Judge a task's outcome: the score is the product of its parts. answer: text of `stop`.
+    """Return the verdict on a task; its score is the product of its parts. answer: text of `stop`.
     The parts are judged in the file's order, because program_html leaves the page.
     """
     rules, verdict = task.evaluation, Verdict(1.0)
@@ -74,7 +74,7 @@ def evaluate(task: Task, answer: str, page: FinalPage, helpers: Helpers, judge: 
 
 
 def clean(text: str) -> str:
-    """Strip white space and one pair of enclosing quotes; lower the case."""
+    """Return the text in lower case without outer white space and one pair of outer quotes."""
     text = text.strip()
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
         text = text[1:-1]
@@ -176,7 +176,7 @@ def _located(target: Target, page: FinalPage, helpers: Helpers) -> str:
 
 
 def _run(page: FinalPage, script: str) -> str:
-    """Run the script; its value as Python prints it (null is "None"), "" if it throws."""
+    """Run a script. Return its value as Python prints it (null is "None"), "" if it throws."""
     try:
         return str(page.evaluate(f"() => {script}"))
     except ScriptFailed:

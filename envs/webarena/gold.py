@@ -34,7 +34,7 @@ class Gold:
         self._scrolls = 0
 
     def next_action(self) -> str:
-        """Next recorded action; repeated until it is played.
+        """Return the next recorded action, the same one until it is played.
 
         Errors: ExpertFailed if another action was played, no recorded action is left, or the page
         lacks the action's element.

@@ -1,5 +1,5 @@
-"""The functions that WebArena's task files may name: newest order, newest review, a member's role,
-the address of a post.
+"""Helper functions that WebArena's task files may name: newest order, newest review, a member's
+role, the address of a post.
 
 For the embedded sites they read the state of the session's sites; for real ones they query the
 shop's REST API or the page itself.
@@ -75,7 +75,7 @@ def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
 
 
 def post_url(url: str) -> str:
-    """A forum post's address without its title; any other address unchanged."""
+    """Return a forum post's address without its title; any other address unchanged."""
     parts = urllib.parse.urlsplit(url)
     match = _POST.match(parts.path)
     return f"{parts.scheme}://{parts.netloc}{match[0]}/" if match else url
@@ -99,13 +99,13 @@ class StateHelpers:
 
 
 class SiteHelpers:
-    """Helpers of real sites. sites: name -> URL."""
+    """Helpers of sites that run elsewhere. sites: name -> URL."""
 
     def __init__(self, sites: Mapping[str, str]) -> None:
         self._shop = sites.get("shopping", "").rstrip("/")
 
     def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
-        """Result of the named helper. Errors: HelperFailed."""
+        """Return the result of the named helper. Errors: HelperFailed if the site gives none."""
         try:
             match name:
                 case "reddit_get_post_url":
@@ -149,8 +149,8 @@ class SiteHelpers:
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, *_: Any) -> None:
-        """Refuse: urllib would send all headers again, also the authorization.
-        Result: None, which makes urllib raise HTTPError.
+        """Return None, which makes urllib raise HTTPError: following the redirect would send all
+        headers again, also the authorization.
         """
         return
 

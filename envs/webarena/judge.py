@@ -100,7 +100,7 @@ class Rules:
 
 
 def _words(text: str) -> set[str]:
-    """Words of the text without stop words and negations.
+    """Return the words of the text without stop words and negations, as `_normal` writes them.
     Numbers lose their separators, leading zeros and trailing zeros of the fraction.
     """
     return (
@@ -111,7 +111,7 @@ def _words(text: str) -> set[str]:
 
 
 def _normal(word: str) -> str:
-    """Normal form of a word or number.
+    """Return the normal form of a lower-case word or number.
     It does not use `int`, which refuses `²` and more than 4,300 digits.
     """
     if not word[0].isdecimal():
@@ -231,7 +231,7 @@ class Endpoint:
 
 
 def _last(words: tuple[str, ...], response: str) -> str:
-    """The last of `words` in the response, "" if it contains none.
+    """Return the last of `words` in the response, "" if it contains none.
     words: a phrase must come before the words that it contains.
     """
     matches = re.findall(rf"\b({'|'.join(words)})\b", response.lower())

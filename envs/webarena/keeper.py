@@ -20,8 +20,8 @@ END_S = 10.0  # then a folder that cannot be removed is left
 
 
 def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
-    """Ids of the other living processes that name the folder on their command line or in their
-    environment, and of those of the browser's session, whose environment may be unreadable.
+    """Return the ids of the other living processes that name the folder on their command line or in
+    their environment, and of those of the browser's session, whose environment may be unreadable.
 
     browser: process id and start time. If another process has this id by now, its session does not
     count.
@@ -45,7 +45,7 @@ def left(folder: str, browser: tuple[int, int] | None) -> list[int]:
 
 
 def stat(pid: int) -> tuple[str, int, int]:
-    """State, session id and start time (clock ticks) of a process. Errors: OSError if gone."""
+    """Return state, session id and start time (clock ticks) of a process. Errors: OSError."""
     # the name before the last bracket may contain any bytes
     words = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     return words[0].decode(), int(words[3]), int(words[19])
@@ -64,7 +64,7 @@ def names(pid: int, folder: str) -> bool:
 
 
 def checked(pid: int, folder: str) -> tuple[int, int] | None:
-    """(id, start time) of a process that leads its session and names the folder, else None.
+    """Return (id, start time) of a process that leads its session and names the folder, else None.
     This rejects a wrong id, which for example a browser behind a wrapper may report.
     """
     with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The script that writes `examples.json`: two tasks of no task list, solved by the expert in the
+"""Script that writes `examples.json`: two tasks that are in no list, solved by the expert in the
 embedded sites. Run `python -m envs.webarena.make_examples`.
 
-The examples are recorded, so that prompts need no browser. Pages are cut early.
+The examples are recorded, so that prompts need no browser. Observations are cut at MAX_CHARS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_CHARS = 900  # length limit of an observation
 
 
 def _task(task_id: int, intent: str, **how: Any) -> dict[str, Any]:
-    """A task in WebArena's format that begins in the shop; `how`: fields of its `eval`."""
+    """Return a task in WebArena's format that begins in the shop. how: fields of its `eval`."""
     evaluation = {"reference_answers": None, "reference_url": "", "program_html": [], **how}
     return {
         "task_id": task_id,
@@ -68,7 +68,7 @@ def served() -> EnvSpec:
 
 
 def make(env: EnvSpec) -> tuple[Example, ...]:
-    """Play each task twice: to learn the elements' ids, then with backticks. Return the second."""
+    """Play each task twice: to learn the elements' ids, then in backticks. Return the second."""
     examples = []
     for task, actions in enumerate(ACTIONS):
         episode = cast(Episode, env.make())

@@ -194,7 +194,7 @@ def _repeats(text: str, before: list[str]) -> bool:
 
 
 def cut_lines(lines: list[str], max_chars: int) -> str:
-    """Return the lines that fit, and a note if any is left out."""
+    """Return the lines that fit into max_chars as one text, with a note if any is left out."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1

@@ -54,11 +54,11 @@ class NoAnswer(BrowserLost):
 
 
 class Refusal(ValueError):
-    """The action is not executed; the text is for the policy."""
+    """An action that is not executed; the text, which the policy sees, gives the reason."""
 
 
 class Allowed:
-    """The addresses that pages may have: http and https URLs of the sites' host:port."""
+    """Addresses that pages may have: about:blank, and http(s) URLs of the sites' host:port."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         """Take the URLs of the sites. Errors: ValueError if one is no http(s) URL."""
@@ -70,7 +70,7 @@ class Allowed:
             )
 
     def check(self, url: str) -> str:
-        """The allowed URL, with http:// if it has no scheme. Errors: Refusal."""
+        """Return the URL, with http:// if it has no scheme. Errors: Refusal if not allowed."""
         text = url.strip()
         if not _SCHEME.match(text):
             text = f"http://{text}"
@@ -294,8 +294,8 @@ class Tabs:
             raise BrowserLost("the page crashed")
 
     def astray(self) -> list[Tab]:
-        """The tabs that show an address outside the sites. One may get there after `settle`, if its
-        navigation took longer.
+        """Return the tabs that show an address outside the sites. A tab may get there after
+        `settle` if its navigation took longer.
         """
         return [tab for tab in self.living() if not self.allowed.admits(tab.page.url)]
 
@@ -377,7 +377,7 @@ class Tabs:
 
 
 def reason(error: Error) -> str:
-    """First line of the error's message, without the method's name, at most 200 characters."""
+    """Return the error's first line, without the method's name, at most 200 characters."""
     line = (error.message.splitlines() or ["no reason given"])[0]
     return re.sub(r"^[A-Za-z]+\.[a-z_]+: ", "", line)[:200]
 

@@ -28,8 +28,8 @@ class Target:
 
     url: str
     locator: str
-    exact: str | None  # either this
-    must_include: tuple[str, ...]  # or all of these
+    exact: str | None  # text that the content must equal; None: see below
+    must_include: tuple[str, ...]  # texts that the content must all include
     prep_actions: tuple[str, ...] = ()
 
 
@@ -144,7 +144,7 @@ def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
 
 
 def identity(tasks: Mapping[int, Task], task_id: int) -> str:
-    """JSON of the task's intent, start, login and location. Errors: UnknownTask."""
+    """Return the task's intent, start, login and location as JSON. Errors: UnknownTask."""
     task = find_task(tasks, task_id)
     return json.dumps(
         [task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})]
@@ -152,7 +152,7 @@ def identity(tasks: Mapping[int, Task], task_id: int) -> str:
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
-    """Recorded actions that solve the embedded tasks, by task id."""
+    """Return the recorded actions that solve the embedded tasks, by task id."""
     rows = _filled(_parsed(Path(__file__).with_name("gold.json")), sites)
     return {int(task_id): tuple(actions) for task_id, actions in rows.items()}
 
@@ -183,7 +183,7 @@ def _parsed(file: Path) -> Json:
 
 
 def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
-    """Names of the sites that the task lists or has as placeholders and `sites` lacks."""
+    """Return the sites that a task lists or has as placeholders, and that `sites` lacks."""
     listed = row.get("sites")
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     named += [

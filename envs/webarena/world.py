@@ -85,7 +85,7 @@ class Episode:
     def reset(self, task_id: int) -> str:
         """End the current task, begin this one and return its first observation.
 
-        Errors: UnknownTask; BrowserLost; OSError if a storage file cannot be read.
+        Errors: UnknownTask; BrowserLost; TimeoutError; OSError, ValueError for a bad storage file.
         """
         self.close()
         self.task = find_task(self._setting.tasks, task_id)
@@ -138,7 +138,7 @@ class Episode:
         return "image/png", self._run(tabs.ask(tabs.current.page.screenshot()), STEP_S)
 
     def expert(self) -> Expert:
-        """The episode's expert, the same one at each call."""
+        """Return the episode's expert, the same one at each call."""
         if self._gold is None:
             self._gold = Gold(self, self._setting.gold.get(self.task.id, ()))
         return self._gold
@@ -164,13 +164,13 @@ class Episode:
         return {"sites": list(self.task.sites), "object": self.task.intent}
 
     def public(self, text: str) -> str:
-        """Replace the sites' real addresses with the ones that the policy sees."""
+        """Return the text with the sites' real addresses replaced by those that the policy sees."""
         for real, name in self._setting.names:
             text = text.replace(real, name)
         return text
 
     def real(self, url: str) -> str:
-        """In a URL, replace a site's shown address by the real one; return any other unchanged."""
+        """Return a URL with a site's shown address replaced by the real one, or unchanged."""
         address = _bare(url)
         for real, name in self._setting.names:
             bare = _bare(name)
@@ -233,7 +233,7 @@ class Episode:
             return StepResult(await self._observe(), 0.0, terminated=False, info=info)
 
     def _info(self, error: str = "") -> dict[str, Any]:
-        """`info` of a step, with the sites. error: why no action was executed, "" if one was."""
+        """Return a step's `info`: the sites and, if no action was executed, the kind of `error`."""
         family = {FAMILY: "+".join(self.task.sites)}
         return family | ({INVALID: True, "error": error} if error else {})
 
@@ -310,7 +310,7 @@ class Episode:
         return lines
 
     def _number(self, tab: Tab, document: int, backend_id: int) -> int:
-        """Printed id of an element: small, fixed while its document lives, unique in an episode."""
+        """Return an element's printed id: small, fixed for a document, unique in an episode."""
         key = (tab, document, backend_id)
         if key not in self._numbers:
             self._last_number += 1
@@ -388,10 +388,10 @@ class FinalPage:
 
 
 def utf8(text: str) -> str:
-    """Replace unpaired surrogates by `?`: a page's script can create them, UTF-8 has none."""
+    """Return the text with `?` for unpaired surrogates: scripts can create them, UTF-8 has none."""
     return text.encode("utf-8", "replace").decode()
 
 
 def _bare(url: str) -> str:
-    """The address, stripped, without scheme and `www.`."""
+    """Return the address, stripped, without scheme and `www.`."""
     return re.sub(r"^(https?://)?(www\.)?", "", url.strip())

@@ -19,8 +19,8 @@ _SUBSCRIBED = ("books", "cooking", "homelab")
 
 @dataclass(frozen=True)
 class Topic:
-    """A forum: title templates with {a} and {b} drawn from its word lists, and the texts of its
-    posts and comments.
+    """Template of a generated board: titles with {a} and {b}, drawn from its word lists, and the
+    texts of its posts and comments.
     """
 
     name: str

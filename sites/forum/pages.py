@@ -41,14 +41,16 @@ def address(post: Post) -> str:
 
 
 def _me(request: Request) -> Member:
-    """The logged-in member; only for pages that require a login."""
+    """Return the logged-in member; call it only for pages that require a login."""
     return request.me(request.world.forum.members)
 
 
 def _listing(
     request: Request, template: str, posts: Sequence[Post], default: str = "hot", **context: Any
 ) -> Response:
-    """Show posts by a key of `_SORTS`, highest first; of equal posts the newer comes first."""
+    """Show posts in the order of the query's `sort`, a key of `_SORTS`: highest first, and of equal
+    posts the newer one. default: the order without `sort`. context: further values of the template.
+    """
     forum, sort = request.world.forum, request.choice("sort", _SORTS, default)
 
     def heat(post: Post) -> float:
@@ -120,7 +122,7 @@ def board(request: Request, name: str) -> Response:
 
 @site.post("/f/{name}/subscribe")
 def subscribe(request: Request, name: str) -> Response:
-    """Subscribe the member to the board, or end the subscription."""
+    """Subscribe the member to the board; if it was subscribed, end the subscription."""
     record, subscriptions = _board(request, name), request.world.forum.subscriptions
     if subscriptions.get(record.id) is None:
         subscriptions.put(Subscription(record.id))
@@ -138,7 +140,7 @@ def _comment(request: Request, post: Post, id: int) -> Comment:
 
 
 def _thread(request: Request, post: Post) -> list[tuple[Comment, int]]:
-    """(comment, depth) of a post's comments in reading order; replies by score, highest first."""
+    """Return (comment, depth) in reading order, depth from 0; siblings by score, highest first."""
     forum = request.world.forum
     children: dict[int, list[Comment]] = {}
     for comment in forum.comments.where("post_id", post.id):

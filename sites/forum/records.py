@@ -7,7 +7,7 @@ from datetime import date
 
 from sites.overlay import Table
 
-TODAY = date(2024, 3, 15)  # the sites' clock stands still
+TODAY = date(2024, 3, 15)  # the sites' date, which never changes
 
 
 @dataclass(frozen=True, slots=True)

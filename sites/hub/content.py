@@ -35,8 +35,8 @@ _DEMO = WORDS.demo[0]
 
 @dataclass(frozen=True)
 class Plan:
-    """A project: path, description, language, license, topics, and the parts that its issues
-    mention.
+    """Template of a generated project: path, description, language, license, topics, and the parts
+    that its issues mention.
     """
 
     path: str
@@ -299,5 +299,5 @@ def _sentence(template: str, **words: str) -> str:
 
 
 def sha(*parts: object) -> str:
-    """A commit's id (8 hex digits), derived from `parts`."""
+    """Return a commit's id: 8 hex digits, derived from `parts` alone."""
     return hashlib.sha256("/".join(map(str, parts)).encode()).hexdigest()[:8]

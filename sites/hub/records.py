@@ -7,7 +7,7 @@ from datetime import date
 
 from sites.overlay import Table
 
-TODAY = date(2024, 3, 15)  # the sites' clock stands still
+TODAY = date(2024, 3, 15)  # the sites' date, which never changes
 ROLES = ("Guest", "Reporter", "Developer", "Maintainer", "Owner")
 VISIBILITIES = ("Private", "Internal", "Public")
 
@@ -154,7 +154,7 @@ class Hub:
     stars: Table[Star]
 
     def role(self, project: Project, account: str) -> str:
-        """The account's role in the project, "" for none."""
+        """Return the account's role in the project, "" for none."""
         member = self.memberships.first("project_id", project.id, account=account)
         return member.role if member else ""
 

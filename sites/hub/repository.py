@@ -14,7 +14,7 @@ _MAX_FILE = 100_000
 
 
 def _entries(request: Request, repo: Project, folder: str) -> list[tuple[str, str, bool]]:
-    """(name, path, is a folder) of each entry of `folder` ("" or ending in "/"), folders first."""
+    """Return (name, path, is a folder) of the entries of `folder` ("" or "x/"), folders first."""
     entries = set()
     for file in request.world.hub.files.where("project_id", repo.id):
         if file.path.startswith(folder):
@@ -137,7 +137,7 @@ def create_branch(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/star")
 def star(request: Request, ns: str, name: str) -> Response:
-    """Star the project, or remove the visitor's star."""
+    """Star the project; if the visitor has starred it, remove the star."""
     repo, stars = project(request, ns, name), request.world.hub.stars
     if stars.get(repo.id) is None:
         stars.put(Star(repo.id))
@@ -148,7 +148,7 @@ def star(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
-    """Copy the project's record, files, labels and last commit to the visitor's namespace."""
+    """Copy the project, its files, labels and last commit to the visitor. Errors: Refused."""
     repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
     path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:
@@ -203,8 +203,8 @@ def invite(request: Request, ns: str, name: str) -> Response:
 
 
 def _member(request: Request, repo: Project, id: int) -> Membership:
-    """Return the project's membership `id`, whose role the visitor may change.
-    Errors: Refused for an owner, or if the visitor is no maintainer; NotFound.
+    """Return the project's membership `id` if the visitor may change it.
+    Errors: Refused for an owner, or if the visitor is no maintainer; NotFound if there is none.
     """
     check(request, repo, "Maintainer")
     member = look_up(request.world.hub.memberships, id, "member", project_id=repo.id)

@@ -22,7 +22,7 @@ site = Site("gitlab", "hub", _context)
 
 
 def me(request: Request) -> Account:
-    """The logged-in visitor's account; only for pages that require a login."""
+    """Return the logged-in visitor's account; call it only for pages that require a login."""
     return request.me(request.world.hub.accounts)
 
 
@@ -47,7 +47,7 @@ def check(request: Request, project: Project, role: str) -> None:
 
 
 def people(request: Request, project: Project) -> list[str]:
-    """Names of the accounts that can be assigned: the project's members."""
+    """Return the names of the accounts that can be assigned: the project's members."""
     members = request.world.hub.memberships.where("project_id", project.id)
     return [member.account for member in members]
 
@@ -57,13 +57,13 @@ def next_iid(table: Table[D], project: Project) -> int:
 
 
 def commented(request: Request, record: D) -> D:
-    """Return the issue or merge request with the form's comment."""
+    """Return a copy of the issue or merge request with the form's comment; the caller stores it."""
     remark = Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000))
     return replace(record, remarks=(*record.remarks, remark))
 
 
 def commit(request: Request, project: Project, title: str, *, key: str | None = None) -> None:
-    """Add a commit by the visitor. key: the commit's id is made of it, by default of the title."""
+    """Add a commit by the visitor. key: text to derive its id from; None means the title."""
     commits, author = request.world.hub.commits, me(request).name
     number = commits.next_id()
     id = sha(project.id, number, title if key is None else key)

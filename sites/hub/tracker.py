@@ -81,7 +81,7 @@ def _form(request: Request, repo: Project, **context: Any) -> Response:
 
 
 def _typed(request: Request, repo: Project) -> dict[str, Any]:
-    """Return the checked fields of the issue form. Errors: Refused if one is invalid."""
+    """Return the form's fields as keyword arguments of Issue. Errors: Refused if one is invalid."""
     assignee = request.text("assignee", "Assignee", required=False)
     milestone = request.text("milestone", "Milestone", required=False)
     due = request.text("due", "Due date", required=False)
@@ -161,7 +161,7 @@ def save_issue(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/issues/{id}/state")
 def turn_issue(request: Request, ns: str, name: str, id: int) -> Response:
-    """Close an open issue, reopen a closed one."""
+    """Close an open issue; reopen a closed one."""
     repo = project(request, ns, name)
     old = _issue(request, repo, id)
     _own(request, repo, old)
@@ -259,7 +259,7 @@ def milestone(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/milestones/{id}/state")
 def turn_milestone(request: Request, ns: str, name: str, id: int) -> Response:
-    """Close an open milestone, reopen a closed one."""
+    """Close an open milestone; reopen a closed one."""
     repo = project(request, ns, name)
     check(request, repo, "Developer")
     old = _milestone(request, repo, id)

@@ -53,7 +53,7 @@ def account(request: Request) -> Response:
 
 
 def _orders(request: Request) -> list[Order]:
-    """The customer's orders, newest first."""
+    """Return the customer's orders, newest first."""
     return request.world.store.orders.where("customer_id", me(request).id)[::-1]
 
 

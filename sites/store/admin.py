@@ -65,7 +65,7 @@ def dashboard(request: Request) -> Response:
 
 
 def _bestsellers(orders: Iterable[Order]) -> list[tuple[int, str, int, int]]:
-    """(product id, name when sold, quantity, revenue) per id and name; most sold first."""
+    """Return (product id, name when sold, quantity, revenue in cents) rows, most sold first."""
     sold: Counter[tuple[int, str]] = Counter()
     revenue: Counter[tuple[int, str]] = Counter()
     for order in orders:
@@ -266,7 +266,7 @@ def _items(order: Order) -> int:
 
 def _in_span(request: Request) -> tuple[list[Order], dict[str, Any]]:
     """Return the orders, without canceled ones, between the query's days (default: this year), and
-    these days as `start` and `end`. Errors: Refused.
+    these days as `start` and `end`. Errors: Refused for invalid or reversed days.
     """
     start = request.day("from", "From") or date(TODAY.year, 1, 1)
     end = request.day("to", "To") or TODAY

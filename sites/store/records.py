@@ -9,7 +9,7 @@ from datetime import date
 
 from sites.overlay import Table
 
-TODAY = date(2024, 3, 15)  # the sites' clock stands still
+TODAY = date(2024, 3, 15)  # the sites' date, which never changes
 ORDER_STATUSES = ("Pending", "Processing", "On Hold", "Shipped", "Complete", "Canceled")
 REVIEW_STATUSES = ("Approved", "Pending", "Not Approved")
 GROUPS = ("General", "Wholesale", "VIP")
@@ -167,16 +167,16 @@ class Store:
     wishes: Table[Wish]
 
     def visible(self) -> list[Product]:
-        """The enabled products, which the shop shows."""
+        """Return the enabled products; the shop shows no others."""
         return [product for product in self.products if product.enabled]
 
     def approved(self, product_id: int) -> list[Review]:
-        """The product's approved reviews, which the shop shows, oldest first."""
+        """Return the product's approved reviews, oldest first; the shop shows no others."""
         reviews = self.reviews.where("product_id", product_id)
         return [review for review in reviews if review.status == "Approved"]
 
     def rating(self, product_id: int) -> float:
-        """Mean rating of the product's approved reviews; 0 without any."""
+        """Return the mean rating (1 to 5) of the product's approved reviews; 0 without any."""
         ratings = [review.rating for review in self.approved(product_id)]
         return sum(ratings) / len(ratings) if ratings else 0.0
 

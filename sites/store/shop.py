@@ -48,7 +48,7 @@ site = Site("shopping", "shop", _context)
 
 
 def me(request: Request) -> Customer:
-    """The logged-in customer; only for pages that require a login."""
+    """Return the logged-in customer; call it only for pages that require a login."""
     return request.me(request.world.store.customers)
 
 
@@ -57,7 +57,7 @@ def find(request: Request, id: int) -> Product:
 
 
 def _listing(request: Request, title: str, products: Sequence[Product], **extra: Any) -> Response:
-    """Show products filtered by the query's brand and price, sorted and paged."""
+    """Show the products that match the query's brand and price range, sorted and paged."""
     brands = sorted({product.brand for product in products})
     brand = request.choice("brand", brands, "")
     low, high = request.number("min", 0) * 100, request.number("max", 10**7) * 100
@@ -136,7 +136,7 @@ def add_to_cart(request: Request, id: int) -> Response:
     wanted, store = find(request, id), request.world.store
     choice, quantity = "", 1
     if wanted.values:
-        if "choice" not in request.form:  # a list of products offers no choice, the page does
+        if "choice" not in request.form:  # sent from a list; the product's page offers choices
             return redirect(f"/product/{id}/{wanted.slug}")
         choice = f"{wanted.option}: {request.one_of('choice', wanted.option, wanted.values)}"
     if "quantity" in request.form:
