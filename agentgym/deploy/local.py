@@ -64,12 +64,19 @@ def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[
 
 
 def check_local_env(env: EnvConfig) -> None:
-    """Raise ConfigError if the environment is local and its server would refuse name or options.
-    Errors: also subprocess.TimeoutExpired after env.start_timeout_s.
+    """Raise ConfigError if the environment is local and its server would refuse name or options,
+    or does not answer within env.start_timeout_s.
     """
     if env.is_elsewhere:
         return
-    checked = _finished([*_envs("serve", env), "--check"], timeout_s=env.start_timeout_s)
+    limit_s = env.start_timeout_s
+    try:
+        checked = _finished([*_envs("serve", env), "--check"], timeout_s=limit_s)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"env: {env.name} did not check its options within {limit_s:g} s, which is"
+            " env.start_timeout_s; raise it, or look for what keeps the environment from starting"
+        ) from None
     if checked.returncode == BAD_INPUT:
         raise ConfigError(f"env: {_refusal(checked.stderr)}")
 

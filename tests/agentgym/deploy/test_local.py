@@ -131,6 +131,11 @@ def test_a_server_that_refuses_its_options_is_bad_input_at_once(tmp_path):
     assert time.monotonic() - started < 20
 
 
+def test_options_that_are_not_checked_in_time_are_bad_input():
+    with pytest.raises(ConfigError, match=r"babyai did not check its options within 0\.01 s"):
+        local.check_local_env(EnvConfig(start_timeout_s=0.01))
+
+
 def test_a_server_that_exits_is_reported_with_its_last_words(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "BAD_INPUT", None)
     with (
