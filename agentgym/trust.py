@@ -32,11 +32,11 @@ def untrusted_address(
 ) -> str | None:
     """Return the reason why one of a run's addresses is refused, or None.
 
-    ray_address, tracking_uri: "" if the run uses none.
+    ray_address, tracking_uri: "" if the run uses none. environment: the environment variables.
     A Ray cluster runs code in the processes that join it, and gets Ray's token: if it is on another
-    machine, RAY_ADDRESS must name it, too.
-    MLflow's client sends its credentials, if there are any, to `tracking.uri`: MLFLOW_TRACKING_URI
-    must agree.
+    machine, RAY_ADDRESS or RAY_API_SERVER_ADDRESS must name it, too.
+    MLflow's client sends its credentials to `tracking.uri`: if there are any, and it is an HTTP
+    address on another machine, MLFLOW_TRACKING_URI must name it, too.
     """
     address = ray_address.rstrip("/")
     if not is_here(address) and address not in _values(environment, RAY_VARIABLES):

@@ -57,7 +57,9 @@ def _results(rows: Sequence[RowJson]) -> str:
 
 
 def titles_of(row: RowJson, name: str) -> tuple[str, str]:
-    """Return a line's first cells: recipe, or `name` if it is not recipe and horizon; horizon."""
+    """Return the first two cells of a table row, escaped: the recipe and the horizon. `name`
+    replaces the recipe, unless it only joins the row's recipe and horizon.
+    """
     plain = name == " ".join(filter(None, (row["recipe"], row["horizon"])))
     return literal(row["recipe"] if plain else name), literal(row["horizon"])
 

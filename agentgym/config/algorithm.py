@@ -304,9 +304,9 @@ def family_of(recipe: str) -> type[AlgorithmConfig]:
 
 
 def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> AlgorithmConfig:
-    """Return settings of the recipe's family.
-
-    Errors: ValueError for an unknown recipe, or a setting without meaning for it.
+    """Return the settings of a recipe: an instance of the class from `family_of`, with the given
+    `settings` and the class's defaults for all others.
+    Errors: ValueError for an unknown recipe, a setting that it does not have, or a wrong value.
     """
     family = family_of(recipe)
     for name in settings:

@@ -213,7 +213,9 @@ def open_local(
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return the instructions (`openings`, from `told_by`) of environments that begin with them."""
+    """Return environment -> instructions, without the environments whose episodes, by the protocol,
+    do not begin with instructions. openings: the result of `told_by`.
+    """
     names = [settings.env.name for settings in protocol.envs if settings.instructions]
     return {env: openings[env] for env in names}
 

@@ -123,10 +123,11 @@ def require_ragged(model: PreTrainedModel) -> None:
 def attend_padded(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, variant: Variant
 ) -> Tensor:
-    """Attend to R sequences that are padded to T queries and L keys.
+    """Compute attention of R sequences, padded to T queries and L keys. Result: [R, H, T, D].
 
     query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
-    a token may look; None: causal (L = T), not with a softcap. Result: [R, H, T, D].
+    a token may look; None: causal (L = T), not with a softcap. variant: its scaling and softcap
+    apply; its window is ignored, so the mask must exclude the keys outside it.
     """
     if is_emulated(query):  # float32 takes a quarter to half of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)

@@ -96,7 +96,10 @@ def pieces_of(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    """Return a file's header, after its length, as bytes. parts: in the order of their bytes."""
+    """Return the bytes before a file's tensors: the length of the JSON header (8 bytes, little
+    endian), then the header, padded with spaces to a multiple of 8 bytes. parts: name -> part, in
+    the order in which the file has their values.
+    """
     tree: dict[str, Any] = {}
     split = {
         name: [part.shape, part.first_row]

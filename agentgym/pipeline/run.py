@@ -128,7 +128,10 @@ def _prepare_process(cfg: RunConfig, store: RunStore) -> None:
 
 @contextlib.contextmanager
 def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
-    """If the `with` block fails or is interrupted, close its MLflow run; LeaseHeld is excepted."""
+    """If the `with` block fails or is interrupted, call `close_dead`, which ends its MLflow run and
+    others of this store that no process runs. Then raise the block's error again; a failure to
+    end them is only logged. After LeaseHeld nothing is ended.
+    """
     try:
         yield
     except LeaseHeld:

@@ -93,7 +93,10 @@ def first_row(cfg: RunConfig, query: str, values: Sequence[str] = ()) -> tuple[o
 
 @contextlib.contextmanager
 def reaching(uri: str) -> Iterator[None]:
-    """Turn errors of a server or database that is unreachable or busy into LedgerUnavailable."""
+    """Turn errors of the block into LedgerUnavailable if the server or database is unreachable or
+    busy, or if the server answers with an HTTP error that is not MLflow's JSON. Other errors pass.
+    uri: the ledger's, named in the message.
+    """
     try:
         yield
     except Exception as error:

@@ -347,7 +347,9 @@ class Episode:
 
 
 class FinalPage:
-    """The page at the end, for the evaluators; each request has a deadline."""
+    """The browser page that is open when an episode ends. Evaluators read its URL and content, run
+    scripts in it, and open other URLs. Each request to the browser has a deadline, STEP_S.
+    """
 
     def __init__(self, episode: Episode) -> None:
         self._episode = episode

@@ -31,7 +31,10 @@ OWNER = "AGENTGYM_VLLM_OWNER"  # variable with the id of the process that sample
 
 
 class WeightReceiver:
-    """Methods that are added to vLLM's worker; `collective_rpc` calls them."""
+    """Methods that give new weights to a process of vLLM: one first stages them and returns their
+    digest, another then loads them into the model or replaces its adapter.
+    vLLM adds them to its worker class; the engine calls them by `collective_rpc`.
+    """
 
     model_runner: Any
     rank: int  # among the engine's processes
