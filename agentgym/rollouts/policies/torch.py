@@ -113,7 +113,7 @@ class TorchPolicy:
     def open(
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> TorchPolicy:
-        """Return a policy on `cfg.compute_device`; it takes over the checkpoint's model, uncopied."""
+        """Return a policy on `cfg.compute_device`; it takes over the checkpoint's model."""
         policy = cls(
             checkpoint.model.to(cfg.compute_device),
             stop_ids=checkpoint.renderer.stop_ids,
