@@ -1,4 +1,4 @@
-"""A client of the environment servers of the project AgentGym, behind the same sessions as ours.
+"""A client of the environment servers of the project AgentGym; its sessions are `OpenSession`s.
 
 The client does not emulate features that their protocol lacks:
 A step has no number, so a lost reply ends the attempt, and the episode is played again in a new
@@ -92,7 +92,7 @@ SHAPES = {
 
 
 class AgentGymSession:
-    """One open episode. One coroutine at a time uses it."""
+    """One open episode on a server. One coroutine at a time may use it."""
 
     def __init__(self, pool: AgentGymPool, endpoint: str, number: int, observation: str) -> None:
         self.endpoint = endpoint
@@ -103,8 +103,8 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never twice; return observation, reward and end. Errors: EnvError.
-
+        """Send one action, never again, and return the answer; update `turn` and `observation`.
+        action: cut by `sendable`. Errors: EnvError.
         Without part credit a positive reward counts as success and end of the episode: AgentGym's
         servers would continue and pay it again.
         Part credit (`Shape.full`) is scaled to 0..1, a failure to 0.
@@ -155,8 +155,8 @@ class AgentGymPool(ForeignPool):
     def __init__(
         self, env: str, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int = 4
     ) -> None:
-        """Prepare a pool; no request is sent yet.
-        Errors: ConfigError if the environment's protocol is not among SHAPES.
+        """Prepare a pool; no request is sent yet. env: name of the environment.
+        Errors: ConfigError if SHAPES does not have it.
         """
         if env not in SHAPES:
             raise ConfigError(
@@ -179,7 +179,8 @@ class AgentGymPool(ForeignPool):
             await self._http.close()
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
-        """Check that servers answer `GET /` as this environment's do; two environments are alike.
+        """Check that servers answer `GET /` as this environment's do. Those of SearchQA and
+        WebArena answer alike, so the check takes one for the other.
         Result: an empty guide, because these servers have none. `allow_expert` has no effect.
         Errors: EnvError; ValueError naming the endpoint.
         """
@@ -195,7 +196,9 @@ class AgentGymPool(ForeignPool):
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[AgentGymSession]:
-        """Yield an open session on the item, closed at the end. Errors: EnvError."""
+        """Yield an open session on the item; close it after the block. Errors: EnvError.
+        `request_key` has no effect: this protocol has no such key.
+        """
         endpoint = self._less_used()
         created = await self._asked(endpoint, "/create", self.shape.create(item.task_id), post=True)
         number = created.get(self.shape.names_created) if isinstance(created, dict) else created
@@ -237,8 +240,8 @@ class AgentGymPool(ForeignPool):
         timeout_s: float | None = None,
     ) -> Any:
         """Send one request once and return its answer, parsed from JSON.
-
-        texts: accept an answer that is not JSON, as text; timeout_s: None for the pool's.
+        body: a value for JSON; None: nothing is sent. post: False for a GET.
+        texts: return an answer that is not JSON as text. timeout_s: None for the pool's.
         Errors: EnvError; kind `unreachable` if the request may or may not have been carried out.
         """
         assert self._http is not None, "use the pool as `async with AgentGymPool(...)`"
@@ -275,8 +278,9 @@ class AgentGymPool(ForeignPool):
     async def _asked(
         self, endpoint: str, route: str, body: Any, *, post: bool = False, texts: bool = False
     ) -> Any:
-        """Send a request that opens, resets or reads, repeatedly if necessary; return its answer.
-        If a session is opened twice, the first one is abandoned and never acted in.
+        """Send a request that opens, resets or reads; return its answer. Repeat it if the server is
+        full or unreachable. If that opens a session twice, the first is abandoned, never acted in.
+        A request with a body is a POST; for the arguments and errors see `ask`.
         """
         post = post or body is not None
         return await self._repeated(

@@ -133,7 +133,10 @@ class Attempts:
     async def _attempt(
         self, item: Item, sample: int, attempt: int, request_key: str, barrier: Lockstep | None
     ) -> tuple[Trajectory, bool]:
-        """Play once. Result: (trajectory, True if another attempt can help)."""
+        """Play once, in a session opened with `request_key`. If the environment or player fails, or
+        the time limit passes before the end, the trajectory has the error and an invalid status.
+        Result: (trajectory, True if another attempt can help).
+        """
         episode = Episode(item, sample, self.settings, first_observation="")
         status: Status | None = None
         try:
@@ -237,7 +240,7 @@ async def in_lockstep(
 
 
 def samples(items: Sequence[Item], num_samples: int) -> list[tuple[Item, int]]:
-    """List (item, sample) item by item; samples are counted from 0."""
+    """Return [(item, sample)], `num_samples` of each item in order; samples count from 0."""
     return [(item, sample) for item in items for sample in range(num_samples)]
 
 

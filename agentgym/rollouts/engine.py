@@ -90,9 +90,9 @@ class LocalEngine:
         self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
         """Play the requested episodes; return their trajectories, failed ones too, item by item.
-
-        progress: called with 1 for each finished episode. A policy that shares a device with the
-        learner is woken before and put to sleep afterwards.
+        A policy that shares a device with the learner is woken before and put to sleep afterwards.
+        The canary may take texts from the trajectories, see `Canary.take`.
+        progress: called with 1 for each finished episode.
         Errors: RolloutError if too many episodes failed, see `agentgym.rollouts.collect.collect`.
         """
         rollout = self.cfg.rollout
@@ -137,10 +137,9 @@ class LocalEngine:
 
 def shares_device(cfg: RunConfig) -> bool:
     """Return True if an engine sleeps between rollouts, to leave its memory to the learner.
-
     It does if `compute` is not "ray", or if Ray may place a learner's rank and a rollout worker on
-    one GPU, because each uses a fraction of a GPU. With `max_staleness` it never sleeps, because it
-    samples while the learner updates.
+    one GPU, because each uses a fraction of a GPU. With `rollout.max_staleness` above 0 it never
+    sleeps, because it samples while the learner updates.
     """
     if cfg.rollout.max_staleness:
         return False
@@ -163,7 +162,7 @@ def episode_settings(
     cfg: RunConfig, *, instructions: Mapping[str, str], **collection: Any
 ) -> EpisodeSettings:
     """Return settings of episodes: token limits and action format are those of the configuration.
-    collection: the other fields of `EpisodeSettings`.
+    instructions: by environment. collection: the other fields of `EpisodeSettings`.
     """
     return EpisodeSettings(
         max_new_tokens=cfg.rollout.max_new_tokens,
@@ -177,7 +176,7 @@ def episode_settings(
 def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
     """Return environment -> instructions and worked examples that its episodes begin with.
     Empty without `rollout.instructions`: episodes then begin with the observation.
-    Errors: ConfigError if an environment offers too few worked examples.
+    guides: by environment. Errors: ConfigError if one offers too few worked examples.
     """
     rollout = cfg.rollout
     if not rollout.instructions:
@@ -192,8 +191,8 @@ def openings(cfg: RunConfig, guides: Mapping[str, Guide]) -> dict[str, str]:
 def open_engine(
     cfg: RunConfig, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[LocalEngine]:
-    """Yield an engine that takes over the checkpoint's model; close it after the block, which
-    cancels running episodes. version: number of the checkpoint's weights.
+    """Yield an engine; after the block, cancel its running episodes and close it. It may take over
+    the checkpoint's model, not copied. version: number of the checkpoint's weights.
     Errors: those of `open_policy`; those of `EnvPools.check` if a server is unfit for training.
     """
     with open_pool(cfg, endpoints, allow_expert=False) as (pool, loop, guides):
@@ -207,6 +206,7 @@ def open_engine(
 
 def open_policy(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
     """Open the policy that `rollout.engine` names; vLLM has its own process, started if necessary.
+    The policy may take over the checkpoint's model, not copied.
     num_slots: episodes played at a time. version: number of the checkpoint's weights.
     Errors: ConfigError; those of the engine.
     """
@@ -223,7 +223,7 @@ def open_pool(
     cfg: RunConfig, endpoints: Endpoints, *, allow_expert: bool
 ) -> Iterator[tuple[EnvPools, LoopThread, dict[str, Guide]]]:
     """Yield (pool, its event loop, environment -> guide) once the servers passed
-    `EnvPools.check`; close pool and loop after the block.
+    `EnvPools.check`. After the block, cancel the loop's tasks, close pool and loop.
     allow_expert: accept servers that offer their expert. Errors: those of `EnvPools.check`.
     """
     loop = LoopThread()
@@ -308,16 +308,17 @@ class EngineComparison:
 
 
 class Canary:
-    """Token sequences whose log-probabilities learner and engine must agree on after a publish."""
+    """A check after each publish that the engine has the learner's weights: both must give the same
+    log-probabilities to a few token sequences, see `compare`.
+    """
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, limit: float, takes_text: bool = False
     ) -> None:
         """Build the fixed sequences.
-
         limit: largest root mean square difference, nats; see `agentgym.models.fidelity`.
-        takes_text: score the run's own text, too, on which an update changes most. In half
-        precision, changes on any other text are smaller than rounding.
+        takes_text: score the run's own text, too, because an update changes its scores most. In
+        half precision, changes on any other text are smaller than rounding.
         """
         self._limit = limit
         self._takes_text = self._is_half = takes_text
@@ -372,9 +373,10 @@ class Canary:
         before: EngineComparison | None = None,
     ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
-
+        If the engine's scores are those of `before` and the learner's changed little, its `ours` is
+        that of `before`, so that small changes add up.
         ours: [N] of the learner. theirs: N of the engine, in pieces. engine: its name in errors.
-        before: the result of an earlier call, None for none.
+        before: the result of an earlier call. With None, or another N, only the limit is checked.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the
         noise of the engine's kernels; if the learner's scores changed and the engine's are those
         of before; if the engine's scores followed only a part of the learner's change.
@@ -407,7 +409,7 @@ class Canary:
 
 def arrived_share(before: EngineComparison, after: EngineComparison) -> float | None:
     """Return the share of the learner's change that the engine followed: a least-squares estimate.
-    None if the change is too small compared to the noise.
+    None if the change is too small, or the estimate too uncertain, to judge.
     """
     change, followed = after.ours - before.ours, after.theirs - before.theirs
     square = float(change.square().sum())

@@ -1,5 +1,5 @@
-"""Requests to environment servers and sessions on them: retries never act twice, and concurrent
-requests to one server are sent as one batch.
+"""Requests to environment servers, and sessions on them. A repeated request never acts twice.
+Concurrent requests to one server are sent in few batches, if the server takes batches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ REFUSED_FOR_NOW = (ErrorKind.FULL, ErrorKind.DRAINING, ErrorKind.NOT_READY)
 
 class EnvError(RuntimeError):
     """Failed request to an environment server.
-    `kind` is an `ErrorKind`, `unreachable`, `protocol`, `mismatch` or `fleet`.
+    `kind` is an `ErrorKind`, `unreachable`, `protocol` (unexpected answer), `mismatch` (the server
+    differs from the others) or `fleet` (the environment's servers may not be used any more).
     """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
@@ -89,7 +90,7 @@ class Retryable(Exception):
 
 
 class EnvClient:
-    """One connection pool to the servers of an environment. Use as `async with`."""
+    """HTTP client of the servers of one environment. Use as `async with`."""
 
     def __init__(
         self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int
@@ -141,8 +142,9 @@ class EnvClient:
         max_retries: int | None = None,
     ) -> M:
         """Send one request and return its answer; repeat it, at most `max_retries` times, after
-        lost connections, timeouts and 503, unless its server is gone. Errors: EnvError.
-        body: None for a GET. max_retries: None for the client's. session_id: for the error's text.
+        lost connections, timeouts and refusals for now, unless its server is gone for good.
+        reply: model of the answer. body: None for a GET. max_retries: None for the client's.
+        session_id: for the error's text. Errors: EnvError.
         """
         attempt = 0
         while True:
@@ -184,8 +186,7 @@ class EnvClient:
     async def _bundle(self, endpoint: str, data: bytes) -> Message:
         """Send a request in the server's next batch and return its answer, perhaps an ErrorReply.
         One round trip for many requests saves most of the time of a quick step.
-
-        Errors: Retryable, EnvError if the whole batch failed.
+        data: the request as JSON. Errors: Retryable or EnvError if the whole batch failed.
         """
         loop, waiting = asyncio.get_running_loop(), self._waiting[endpoint]
         answered: asyncio.Future[Message] = loop.create_future()
@@ -239,7 +240,8 @@ class EnvClient:
         self, endpoint: str, route: str, reply: type[M], data: bytes | None, session_id: str
     ) -> M | ErrorReply:
         """Send one request over HTTP and return the answer, an ErrorReply unless its status is 200.
-        data: None for a GET. Errors: Retryable, EnvError.
+        data: None for a GET. Errors: Retryable if the connection fails or the time limit passes;
+        EnvError for an unexpected body.
         """
         assert self._http is not None, "use the client as `async with EnvClient(...)`"
         try:
@@ -265,7 +267,7 @@ class EnvClient:
 
 
 class EnvSession:
-    """One open episode. One coroutine at a time uses it."""
+    """One open episode on a server. One coroutine at a time may use it."""
 
     def __init__(self, client: EnvClient, endpoint: str, reply: CreateReply) -> None:
         self.endpoint = endpoint
@@ -276,8 +278,8 @@ class EnvSession:
         self._as_request = SessionRequest(session_id=reply.session_id)
 
     async def step(self, action: str) -> StepReply:
-        """Act once, however often the request has to be sent, and return the answer.
-        Errors: EnvError.
+        """Act once, however often the request has to be sent, and return the answer; update `turn`
+        and `observation`. action: cut by `sendable`. Errors: EnvError.
         """
         request = StepRequest(session_id=self._id, turn=self.turn + 1, action=sendable(action))
         reply = await self._client.ask(
@@ -336,14 +338,17 @@ def nobody_waits(bundle: Bundle) -> None:
 
 
 def backoff_s(attempt: int, first_s: float = BACKOFF_S) -> float:
-    """Seconds to wait before a request is sent again, growing and randomized; attempt: from 0."""
+    """Seconds to wait before a request is sent again: at random `first_s` to twice that, doubled
+    with each attempt, at most MAX_BACKOFF_S. attempt: from 0.
+    """
     spread = 1 + random.random()  # noqa: S311 - no secret
     return min(first_s * 2.0 ** min(attempt, 10) * spread, MAX_BACKOFF_S)
 
 
 async def back_off(attempt: int, error: Retryable, *, nowhere_else: bool) -> None:
-    """Wait before the next attempt.
-    nowhere_else: the next attempt goes to the same server, so its Retry-After counts.
+    """Wait before the next attempt, see `backoff_s`. error: the failure of the last attempt.
+    nowhere_else: True if the next attempt goes to the same server. If this is full or draining,
+    wait for its Retry-After, too, but never longer than MAX_BACKOFF_S.
     """
     wait_s = backoff_s(attempt)
     if error.kind in ("full", "draining") and nowhere_else:

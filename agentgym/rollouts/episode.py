@@ -138,7 +138,7 @@ class Episode:
         self, session: OpenSession, message: PlayerReply, generate_s: float
     ) -> StepReply:
         """Send the message's action, record the turn and return the environment's reply.
-        generate_s: seconds that the player took. Errors: EnvError.
+        message: the player's reply. generate_s: seconds that it took. Errors: EnvError.
         """
         action, format = message.action, self.settings.action_format
         if action is None:
@@ -221,7 +221,7 @@ _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=N
 
 @asynccontextmanager
 async def environment_time(seconds: float) -> AsyncIterator[None]:
-    """Limit the seconds of the block, except inside `environment_waits`. Errors: TimeoutError."""
+    """Limit the seconds of the block outside `environment_waits`. Errors: TimeoutError."""
     async with asyncio.timeout(seconds) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -258,9 +258,8 @@ async def run_episode(
     episode: Episode,
     pace: Callable[[SampleKey], Awaitable[None]] = no_pace,
 ) -> Status:
-    """Play until the environment ends the task, the horizon or the context is used up, or the
-    player gives up (counted as reaching the horizon). Fill `episode` and return its status.
-
+    """Play until the environment ends the task, the horizon (`max_turns`) or the context is used
+    up, or the player gives up (counted as reaching the horizon). Fill `episode`, return its status.
     pace: awaited with the sample's key before each turn. Errors: PlayerFailed, EnvError.
     """
     settings = episode.settings
@@ -293,7 +292,6 @@ async def run_episode(
 
 def ending(reply: StepReply) -> Status | None:
     """Return the status with which the environment ended the episode; None if it continues.
-
     A reply that is both terminated and truncated counts as terminated.
     """
     if reply.terminated:
@@ -330,7 +328,9 @@ class EngineStalled(RuntimeError):
 
 
 class TokenPlayer:
-    """A player that acts with an engine's tokens, through the chat template of its model."""
+    """A player that samples its replies from an engine, through the chat template of the model, and
+    appends the tokens of replies and observations to the episode.
+    """
 
     def __init__(self, policy: Policy, renderer: ChatRenderer) -> None:
         self._policy, self._renderer = policy, renderer
@@ -387,7 +387,7 @@ class Guide:
 
     def opening(self, env: str, num_examples: int, action_format: Literal["plain", "react"]) -> str:
         """Return the instructions, then `num_examples` worked examples with replies in this format.
-        env: its name in errors. Errors: ConfigError if the servers offer fewer examples.
+        env: name of the environment, for errors. Errors: ConfigError if there are fewer examples.
         """
         if num_examples > len(self.examples):
             raise ConfigError(

@@ -51,7 +51,7 @@ class ForeignPool:
     ) -> T:
         """Return the result of `attempt`. If servers are full or unreachable, repeat it, at least
         `max_retries` times and for at least `patience_s`; wait `first_s`, then longer, in between.
-        Errors: EnvError.
+        Errors: the last EnvError; one of another kind at once.
         """
         number, until = 0, time.monotonic() + patience_s
         while True:
@@ -66,7 +66,7 @@ class ForeignPool:
 
     @contextmanager
     def _counted(self, endpoint: str) -> Iterator[None]:
-        """Count one open session of ours at the endpoint."""
+        """Count one more open session of ours at the endpoint during the block."""
         self._open[endpoint] += 1
         try:
             yield

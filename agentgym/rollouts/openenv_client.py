@@ -1,12 +1,12 @@
-"""A client of OpenEnv's servers: one WebSocket for each episode, behind the same sessions as ours.
+"""A client of OpenEnv's servers: one WebSocket for each episode, used as an `OpenSession`.
 
 The task's id is the `seed` of the reset, so the server defines the task of each item.
 The policy's text goes into the text field of the server's actions, and the policy reads the text
 field of the observations; `/schema` names these fields.
-The client does not emulate features that the contract lacks: a step has no number, so a lost reply
-ends the attempt at the episode; servers report no load, no options and no reliable instructions.
-Success comes from the metadata, else it is a positive sum of rewards at the end; the metadata may
-also contain `truncated`.
+The client does not emulate features that OpenEnv lacks. A step has no number, so a lost reply ends
+the attempt at the episode. Servers report no load, no options and no reliable instructions.
+A step's metadata may contain `success` and `truncated`. Without `success`, an episode succeeds if
+it ends, is not truncated, and its rewards have a positive sum.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COMMON = ("message", "text")  # preferred names if there are several text fields
 
 @dataclass(frozen=True)
 class Fields:
-    """The names of a server's text fields."""
+    """The names of the text fields in a server's actions and observations."""
 
     action: str
     observation: str
@@ -67,7 +67,7 @@ class _Direct(connect):
 
 
 class OpenEnvSession:
-    """One open episode. One coroutine at a time uses it."""
+    """One open episode, begun by `reset`. One coroutine at a time may use it."""
 
     def __init__(
         self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float
@@ -81,12 +81,16 @@ class OpenEnvSession:
         self._total = 0.0
 
     async def reset(self, task_id: int, episode_id: str) -> None:
-        """Start a task's episode; its first observation is then `observation`. Errors: EnvError."""
+        """Start a task's episode and set `observation` to its first one. Errors: EnvError.
+        episode_id: a name of the episode, for the server.
+        """
         data = await self._ask("reset", {"seed": task_id, "episode_id": episode_id})
         self.observation = self._text(data)
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never twice; return observation, reward and end. Errors: EnvError."""
+        """Send one action, never again, and return the answer; update `turn` and `observation`.
+        action: cut by `sendable`. Errors: EnvError.
+        """
         data = await self._ask("step", {self._fields.action: sendable(action)})
         observation = self._text(data)
         metadata = data.get("metadata") or data["observation"].get("metadata") or {}
@@ -179,7 +183,7 @@ class OpenEnvPool(ForeignPool):
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Check that all servers have the same text fields, one of actions, one of observations.
-        Result: an empty guide, because these servers have none. `allow_expert` has no effect.
+        Result: an empty guide, because these servers have none. The arguments have no effect.
         Errors: EnvError; ValueError naming the endpoint.
         """
         for endpoint in self.endpoints:
@@ -193,7 +197,9 @@ class OpenEnvPool(ForeignPool):
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
-        """Yield an open session on the item, closed at the end. Errors: EnvError."""
+        """Yield an open session on the item; close it after the block.
+        request_key: sent to the server as a name of the episode. Errors: EnvError.
+        """
         session = await self._repeated(
             lambda: self._begin(self._less_used(), item.task_id, request_key),
             patience_s=self._patience_s,
@@ -205,7 +211,9 @@ class OpenEnvPool(ForeignPool):
                 await session.close()
 
     async def _begin(self, endpoint: str, task_id: int, episode_id: str) -> OpenEnvSession:
-        """Connect to a server, start the task's episode, return the session. Close it on errors."""
+        """Connect to a server, start the task's episode, return the session. If it does not start,
+        close the session and raise the error.
+        """
         fields = self._fields.get(endpoint) or await self._fields_of(endpoint)
         session = OpenEnvSession(endpoint, fields, await self._connect(endpoint), self._timeout_s)
         try:

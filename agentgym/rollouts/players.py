@@ -13,7 +13,7 @@ from envs.wire import ErrorKind
 
 
 class TextPlayer:
-    """Base of the players without tokens, whose context has no known limit."""
+    """Base of players without tokens. Their context has no known limit: there is always room."""
 
     def begin(self, episode: Episode) -> bool:
         return True

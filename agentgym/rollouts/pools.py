@@ -111,9 +111,8 @@ class EnvPool:
 
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[EnvSession]:
-        """Yield an open session on the item, closed at the end.
-        Equal keys mean the same session: use a key only once.
-
+        """Yield an open session on the item; close it after the block.
+        request_key: a server opens one session for all requests with one key, so use it only once.
         Errors: EnvError.
         """
         endpoint, reply = await self._create(
@@ -129,7 +128,6 @@ class EnvPool:
 
     async def _create(self, request: CreateRequest) -> tuple[str, CreateReply]:
         """Open a session on some server; return (endpoint, reply).
-
         If the server is full, draining or unreachable, wait and try again, perhaps on another one.
         A lost reply may leave an unused session on a server, which its reaper ends.
         Errors: EnvError; after such a failure only once all retries and the patience are used up.
@@ -154,7 +152,8 @@ class EnvPool:
 
     async def _choose(self) -> str:
         """Return the less loaded of two servers drawn at random.
-        Errors: EnvError if it appeared after the check and differs; those of `_resolve`.
+        Errors: EnvError if it appeared after `check` and differs from the others, or does not
+        answer; those of `_resolve`.
         """
         await self._resolve()
         pair = self._random.sample(self.endpoints, min(2, len(self.endpoints)))
@@ -168,7 +167,6 @@ class EnvPool:
     async def _resolve(self) -> None:
         """Update `endpoints`: read listings at most once in LISTED_S, look up host names at most
         once in RESOLVE_S. An endpoint that cannot be resolved keeps its addresses.
-
         Errors: EnvError if a listing reports that its servers may not be used any more.
         """
         age_s = LISTED_S if self._listings else RESOLVE_S
@@ -207,7 +205,8 @@ class EnvPool:
 
     async def _looked_up(self, endpoint: str) -> dict[str, str]:
         """Return URL -> host name for the addresses of the endpoint's host; the known ones if the
-        lookup is recent or fails; {endpoint: ""} if it needs no lookup or has one address.
+        lookup is recent or fails; {endpoint: ""} if the host has one address, or is not looked up
+        because it is an address or localhost, or the URL is not http.
         """
         parts = urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname or _is_address(parts.hostname):
@@ -254,7 +253,7 @@ class EnvPool:
 
     async def _refresh_load(self, endpoint: str) -> None:
         """Ask a server for its number of open sessions, at most once in LOAD_AGE_S; in between, the
-        pool counts its own. Without an answer the load is infinite.
+        pool counts its own. Without an answer the load is infinite; the failure is only logged.
         """
         now = time.monotonic()
         if now - self._load_seen_at[endpoint] < LOAD_AGE_S:
@@ -289,7 +288,7 @@ class EnvPools:
     """The servers of every environment of a run. Use as `async with`."""
 
     def __init__(self, pools: Mapping[str, AnyPool]) -> None:
-        """Prepare the pools. pools: by environment, not entered yet."""
+        """Prepare the pools. pools: by environment; `async with` opens and closes them."""
         self._pools = pools
         self._stack = AsyncExitStack()
 
@@ -303,8 +302,8 @@ class EnvPools:
 
     @classmethod
     def of(cls, envs: Sequence[EnvConfig], endpoints: Endpoints) -> Self:
-        """Make the pool of each environment.
-        endpoints: by environment; others than the configured ones speak our own protocol.
+        """Make the pool of each environment. endpoints: by environment. If they are not those of
+        the configuration, they are our own servers and speak our protocol, not `env.dialect`.
         """
         return cls({env.name: _pool(env, endpoints[env.name]) for env in envs})
 
@@ -347,7 +346,7 @@ async def check_endpoints(
     expect_options: dict[str, Any] | None = None,
 ) -> list[InfoReply]:
     """Check that all servers match the configuration and each other; return their /info, in order.
-
+    expect_env: name of the environment that they must serve.
     allow_expert: accept servers that offer their expert.
     expect_options: the configured options; each must be served with this value.
     Errors: EnvError if a server does not answer; ValueError naming the endpoint with a mismatch.
@@ -395,7 +394,6 @@ async def check_endpoints(
 
 def check_env_servers(env: EnvConfig) -> None:
     """Check the configured endpoints, if any, before a run begins.
-
     Errors: EnvError if one does not answer, ConfigError if one does not match the configuration.
     """
 

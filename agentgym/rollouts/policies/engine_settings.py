@@ -128,9 +128,8 @@ ENVIRONMENT = {
 
 @contextmanager
 def engine_environment(settings: EngineSettings, folder: Path) -> Iterator[None]:
-    """Set the environment variables of vLLM's processes; after the block, restore all variables.
-
-    folder: for their sockets, which vLLM does not remove.
+    """Set the environment variables of vLLM's processes, except those already set by the user;
+    after the block, restore all. folder: for the processes' sockets, which vLLM does not remove.
     """
     vllm = VllmConfig(**settings.vllm)
     variables = {
@@ -152,7 +151,9 @@ def engine_environment(settings: EngineSettings, folder: Path) -> Iterator[None]
 
 
 def engine_arguments(settings: EngineSettings, folder: Path) -> Any:
-    """Return vLLM's AsyncEngineArgs. folder: of `write_model`; without weights, random ones."""
+    """Return vLLM's AsyncEngineArgs. folder: with the files of `write_model`; if it has no weights,
+    vLLM starts with random ones.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     vllm, context = VllmConfig(**settings.vllm), settings.context_tokens

@@ -63,17 +63,17 @@ class EngineClass(Policy, Protocol):
 
     @classmethod
     def open(cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Self:
-        """Open a policy on `cfg.compute_device`; it takes over the checkpoint's model.
-
-        num_slots: episodes at a time. version: number of the checkpoint's weights. If it has an
-        adapter, only that is published; it has one only if `why_merged` allows it.
+        """Open a policy on `cfg.compute_device`; it takes over the checkpoint's model, not copied.
+        num_slots: episodes at a time. version: number of the checkpoint's weights.
+        If the checkpoint has an adapter, which it has only if `why_merged` allows that, only the
+        adapter is published.
         """
         ...
 
 
 def open_here(cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int) -> Policy:
     """Open the policy that `rollout.engine` names, in this process or its child processes.
-    Errors: ConfigError; those of the engine.
+    For the arguments see `EngineClass.open`. Errors: ConfigError; those of the engine.
     """
     chosen = engine_class(cfg.rollout.engine)
     if not hasattr(chosen, "usage"):
@@ -174,7 +174,7 @@ def why_merged(cfg: RunConfig, adapter: Adapter, architecture: str) -> str:
 
 
 def engine_module(name: str) -> str:
-    """Return the module that implements an engine. Errors: ConfigError."""
+    """Return the name of the module that implements an engine. Errors: ConfigError."""
     return engine_entry(name).module
 
 
@@ -187,7 +187,7 @@ def engine_dtype(cfg: RunConfig, weights: torch.dtype) -> torch.dtype:
 
 
 def tolerance_of(cfg: RunConfig, weights: torch.dtype) -> Tolerance:
-    """Return the engine's tolerance for weights of a dtype. Errors: ConfigError if it has none."""
+    """Return the engine's `Tolerance` for weights of a dtype. Errors: ConfigError without one."""
     name, dtype = cfg.rollout.engine, engine_dtype(cfg, weights)
     stated = engine_class(name).tolerances
     if dtype not in stated:
@@ -212,7 +212,7 @@ def engine_entry(name: str) -> EntryPoint:
 
 
 class Meter:
-    """An accumulator of request counts over time; call `requests` at every change."""
+    """Meter of an engine's busy time, waiting requests and prompt tokens, for `EngineUsage`."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock, self._since = clock, clock()
@@ -222,7 +222,7 @@ class Meter:
         self._depth_s: dict[int, float] = {}
 
     def requests(self, *, running: int, waiting: int) -> None:
-        """Record the number of running and of waiting requests from now on."""
+        """Record the numbers of running and waiting requests from now on; call it at any change."""
         now = self._clock()
         elapsed_s, self._since = now - self._since, now
         if self._num_running:

@@ -45,7 +45,7 @@ WHOLE_END_S = 2.0  # for an engine to end in order; shorter than the owner's wai
 
 
 class HostedEngine(Policy, Protocol):
-    """A policy that serves several sessions."""
+    """A policy that serves several sessions, one after the other."""
 
     digest: str  # of the weights it holds; empty: those below an adapter, or unknown ones
 
@@ -74,7 +74,9 @@ class Host:
         self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to its end; refuse a client of another protocol or source."""
+        """Serve one connection to its end; close that of a client with another protocol or source
+        code. Errors of the connection are only logged.
+        """
         session = Session(self, writer)
         try:
             here = door()
@@ -137,7 +139,7 @@ class Session:
 
     async def end(self) -> None:
         """Cancel the running calls and leave the engine to the next session, asleep; end an engine
-        that failed.
+        that failed, or fails now. Its error is only logged.
         """
         for task in [*self._running.values()]:
             task.cancel()
@@ -186,9 +188,8 @@ class Session:
     async def begin(
         self, settings: dict[str, Any], digest: str, version: int, wait_s: float
     ) -> str:
-        """Take the engine once the session before leaves; end an engine that these settings do
-        not fit.
-
+        """Take the engine once the session before leaves; end an engine that fails or that these
+        settings do not fit.
         digest, version: of the weights; an empty digest stands for a new adapter.
         Result: the client's next call: "model" for `start`, "weights" for `first`, or "" for none,
         because the engine has these weights. Errors: HostBusy after `wait_s` seconds.
@@ -238,7 +239,9 @@ class Session:
         await self._engine.publish(_delivery(delivery))
 
     async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
-        """Sample one action. Result: the fields of a `Completion`."""
+        """Sample one action. sampling: [fields of the key, temperature, max_new_tokens].
+        Result: the fields of a `Completion`.
+        """
         key, temperature, tokens = sampling
         completion = await self._engine.generate(
             prompt_ids, Sampling(SampleKey(*key), temperature, tokens)
@@ -286,7 +289,7 @@ async def _run(folder: Path, host: Host) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a host until SIGTERM; return 0. arguments: those of the command line, see the module."""
+    """Run a host until SIGTERM or the end of its owner; return 0. arguments: see the module."""
     end_with_owner()
     folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")

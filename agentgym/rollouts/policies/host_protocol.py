@@ -43,8 +43,8 @@ ERRORS = {
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """Return the first message of each side, with the keys protocol (a version), source (a digest)
-    and packages (name -> version in the interpreter `python`).
+    """Return the first message of each side, with the keys protocol (a version), source (a digest
+    of the host's code) and packages (name -> version in the interpreter `python`).
     """
     return {
         "protocol": PROTOCOL,
@@ -126,7 +126,7 @@ def parsed(text: bytes) -> Any:
 
 
 async def read(reader: asyncio.StreamReader) -> Any:
-    """Read the next frame and parse it. Errors: ConnectionError, also at the end."""
+    """Read and parse the next frame. Errors: ConnectionError, also once the other side closed."""
     try:
         return parsed(await reader.readexactly(_length(await reader.readexactly(4))))
     except asyncio.IncompleteReadError:
@@ -155,7 +155,7 @@ class Outbox:
         self._messages: list[bytes] = []
 
     def put(self, message: Any) -> None:
-        """Queue a message. Errors: see `frame`."""
+        """Queue a message; it is dropped if the connection closes first. Errors: see `frame`."""
         text = _text(message)
         if not self._messages:
             asyncio.get_running_loop().call_soon(self._flush)

@@ -114,7 +114,9 @@ class _Failure:
 
 
 class HostedModel:
-    """A client of one endpoint. Use as `async with`; `player` is a `PlayerOf`."""
+    """A client that asks one endpoint for replies, with retries, a rate limit and a cost limit.
+    Use as `async with`; `player` is a `PlayerOf`.
+    """
 
     def __init__(self, endpoint: Endpoint, spent: Usage | None = None) -> None:
         """Prepare a client. spent: earlier usage, which counts against the cost limit, too."""
@@ -149,7 +151,7 @@ class HostedModel:
         spend: Callable[[Usage], None] = lambda _: None,
     ) -> _Answer:
         """Return the endpoint's reply to a conversation.
-
+        messages: with `role` and `content`, as in OpenAI's API. sampling: the key gives the seed.
         spend: called with the usage of each request, including failed ones.
         Errors: ContextFull; HostedError after `max_retries`, or at once if a retry cannot help;
         `final` if every further request would fail.
@@ -226,7 +228,7 @@ class HostedModel:
             raise HostedError(self.stopped, final=True)
 
     async def _turn(self) -> None:
-        """Wait until the rate limit and the endpoint's Retry-After allow a request."""
+        """Wait until the rate limit and the endpoint's Retry-After allow a request; count that."""
         while (wait_s := self._next_at - time.monotonic()) > 0:  # noqa: ASYNC110  (grows meanwhile)
             await asyncio.sleep(wait_s)
         if self._endpoint.max_per_minute:
@@ -257,9 +259,8 @@ class HostedModel:
     ) -> _Answer | _Failure:
         """Return the failure of a request that got no completion. If a filter refused the prompt,
         return an empty reply instead, because a retry would not change it.
-
-        text: the whole answer; error: its error object, may be empty.
-        With status 200 the error's code counts as the status, if it is one.
+        text: the whole answer. error: its error object, may be empty. wait_s: see `_post`.
+        With status 200 the error's code counts as the status, if it has three digits.
         Errors: ContextFull.
         """
         code, message = error.get("code"), error.get("message")
@@ -332,7 +333,7 @@ class HostedPlayer:
 
 
 async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 30.0) -> str:
-    """Return the name of an endpoint's only model.
+    """Return the name of an endpoint's only model. key_variable: see `Endpoint`.
     Errors: ValueError if it has none or several, or does not list them.
     """
     endpoint = Endpoint(base_url, "", key_variable)
@@ -411,14 +412,14 @@ def _text_of(content: Any) -> str:
 
 
 def _count(counts: Mapping[str, Any], name: str) -> int | None:
-    """Return a number of tokens; None if the endpoint reports none or an invalid one."""
+    """Return the number of tokens under a key of `usage`; None if it is missing or invalid."""
     value = counts.get(name)
     return value if type(value) is int and 0 <= value < MAX_COUNT else None
 
 
 def _usage(counts: Mapping[str, Any]) -> Usage:
-    """Return the usage of one answered request. Without valid counts it is counted in `num_untold`,
-    without the number of cached tokens in `num_cache_untold`.
+    """Return the usage of one answered request. counts: `usage` in the answer. A request without
+    valid counts is in `num_untold`, one without the number of cached tokens in `num_cache_untold`.
     """
     prompt_tokens = _count(counts, "prompt_tokens")
     completion_tokens = _count(counts, "completion_tokens")

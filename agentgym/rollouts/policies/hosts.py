@@ -61,7 +61,9 @@ class Connection:
     lost: Callable[[], str]  # text of the error if the host is gone
 
     def ask(self, do: str, *given: Any, limit_s: float) -> Any:
-        """Call the host and return its answer within limit_s. Errors: HostLost; the call's own."""
+        """Call the method `do` of the host's `Session` and return its result, within `limit_s`.
+        Errors: HostLost; the method's own.
+        """
         self.socket.settimeout(limit_s)
         try:
             self.socket.sendall(frame([{"id": 0, "do": do, "given": given}]))
@@ -77,7 +79,6 @@ class Connection:
 
 def connect(folder: Path, lost: Callable[[], str], python: str) -> Connection:
     """Connect to the host that listens in a folder.
-
     lost: returns the error's text if the host is gone. python: the interpreter it has to run in.
     Errors: HostLost; ConfigError if it has other versions than this process or that interpreter.
     """
@@ -105,7 +106,7 @@ class OwnHost:
     """A host that this process starts when it is first needed, and again if it died."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        """Prepare a host, not started yet. cfg: the engine gets at least the sizes in it."""
+        """Prepare a host, not started yet. cfg: the run's, see `enlarged`."""
         self._cfg = cfg
         self._stack = contextlib.ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
@@ -118,7 +119,6 @@ class OwnHost:
 
     def connect(self, cfg: RunConfig) -> Connection:
         """Start the host if it is not alive, and connect.
-
         Errors: HostLost, with the end of its log if it does not start; ConfigError.
         """
         with self._guard:
@@ -139,7 +139,7 @@ class OwnHost:
         return connect(self.folder, lost, engine_python(cfg))
 
     def enlarged(self, settings: EngineSettings) -> EngineSettings:
-        """Return the settings with the largest sizes that a step of the run needs."""
+        """Return the settings with at least the num_slots and context_tokens that the run needs."""
         num_slots = max(settings.num_slots, self._cfg.rollout.concurrency)
         context_tokens = max(settings.context_tokens, self._cfg.model.context_tokens)
         return replace(settings, num_slots=num_slots, context_tokens=context_tokens)
@@ -172,8 +172,7 @@ class OwnHost:
 
 
 def new_folder() -> Path:
-    """Make a folder with a short path for a host; only its user can enter it.
-
+    """Make a folder with a short path for a host and return it; only its user can enter it.
     Also remove the folders of hosts that were killed together with their owner.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
@@ -252,10 +251,9 @@ class Taken:
 def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
     """Begin a session with the first engine that accepts it, and return it. The order: the one of
     `one_engine` if it runs; else those of the parent process and of `make up`, then that of
-    `one_engine`, started now; at last a new one for this session alone.
-
+    `one_engine`, started now; at last a new one for this session alone. Refusals are only logged.
     begin: called with a connection and the seconds to wait for its engine; see `Session.begin`.
-    Errors: HostLost; ConfigError.
+    Errors: HostLost; ConfigError; those of `begin`.
     """
     python = engine_python(cfg)
 

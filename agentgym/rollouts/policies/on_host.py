@@ -163,9 +163,8 @@ class HostPolicy:
 def open_on_host(
     cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
 ) -> HostPolicy:
-    """Begin a session with the run's engine, started if necessary, with the checkpoint's weights.
-
-    version: their number from here on.
+    """Begin a session with the run's engine, started if necessary, with the checkpoint's weights;
+    return the policy. num_slots: episodes at a time. version: number of the weights from here on.
     Errors: HostLost; RuntimeError with the engine's error if it does not start; ConfigError;
     EngineMismatch if other weights arrived.
     """

@@ -56,7 +56,7 @@ class Tariff:
 
 
 def load_tariff(path: Path, model: str) -> Tariff:
-    """Read the price of a model. Errors: ConfigError, also if the file has no price of it."""
+    """Read a model's price from a YAML file. Errors: ConfigError, also if the file has no price."""
     try:
         file = PriceFile.model_validate(read_tree(path))
     except ValidationError as error:

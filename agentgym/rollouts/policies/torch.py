@@ -67,7 +67,7 @@ class _Request:
 
 
 class TorchPolicy:
-    """Policy that samples with its own copy of the weights; only `publish` changes them."""
+    """Policy that samples with a model of its own; only `publish` changes the weights."""
 
     repeats_draws: ClassVar[bool] = True
     tolerances: ClassVar[Tolerances] = TORCH
@@ -83,10 +83,9 @@ class TorchPolicy:
         threads: int = 1,
     ) -> None:
         """Allocate slots for an engine that owns the model.
-
-        model: built with RAGGED attention. stop_ids: each ends an action. num_slots: sequences
-        decoded together; further requests wait. share_prefixes: compute a prefix common to several
-        prompts only once. threads: CPU threads of a forward.
+        model: built with RAGGED attention, set to `eval` here. stop_ids: each ends an action.
+        num_slots: sequences decoded together; further requests wait. share_prefixes: compute a
+        prefix common to several prompts only once. threads: CPU threads of a forward.
         """
         require_ragged(model)
         self._model = model.eval()
@@ -113,7 +112,9 @@ class TorchPolicy:
     def open(
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> TorchPolicy:
-        """Return a policy on `cfg.compute_device`; it takes over the checkpoint's model."""
+        """Return a policy that takes over the checkpoint's model: it is not copied, but moved to
+        `cfg.compute_device`. num_slots: see `__init__`. version: number of the model's weights.
+        """
         policy = cls(
             checkpoint.model.to(cfg.compute_device),
             stop_ids=checkpoint.renderer.stop_ids,
@@ -143,7 +144,7 @@ class TorchPolicy:
             self._drop(request)
 
     async def publish(self, delivery: Delivery) -> None:
-        """Publish weights, see `Policy.publish`; every cached key and value is dropped."""
+        """Change to new weights, see `Policy.publish`; every cached key and value is dropped."""
         weights = await delivery.weights()
         self._num_publishing += 1
         try:
@@ -246,7 +247,6 @@ class TorchPolicy:
     def _admit(self) -> None:
         """Give waiting requests a slot: the episode's own if it still has one, else the one unused
         for longest.
-
         None is admitted during sleep or publishing, or if fewer wait than run: a forward of few
         sequences costs little less than one of many.
         A prompt that shares a prefix with one that begins now waits until the prefix is computed.
@@ -309,7 +309,6 @@ class TorchPolicy:
     async def _step(self) -> None:
         """Run one forward over every active sequence, sample one token for each, and resolve the
         requests that end with it.
-
         A long forward runs in its own thread, so that environments' replies are read meanwhile.
         """
         if not self._active:

@@ -112,7 +112,8 @@ class VllmPolicy:
         cls, cfg: RunConfig, checkpoint: Checkpoint, *, num_slots: int, version: int
     ) -> VllmPolicy:
         """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
-        version: their number. Errors: those of vLLM if it cannot serve the model.
+        num_slots: episodes at a time. version: number of the weights.
+        Errors: those of vLLM if it cannot serve the model.
         """
         folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
         adapter, weights = checkpoint.adapter, checkpoint.weights
@@ -136,8 +137,7 @@ class VllmPolicy:
 
     @classmethod
     def start(cls, settings: EngineSettings, folder: Path) -> VllmPolicy:
-        """Start an engine in child processes.
-
+        """Start an engine in child processes; return its policy.
         folder: the policy's own from here on, with config.json and weights, deleted once read;
         without weights the engine starts with random ones and gets the first in `begin`.
         """
@@ -152,10 +152,9 @@ class VllmPolicy:
 
     async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
         """Begin a session with this version of these weights; earlier versions no longer count.
-
+        Wake the engine, and let `usage` begin at zero again.
         digest: of the weights; empty: those below an adapter that is new. delivery: None if the
-        engine holds the weights.
-        Errors: see `publish`.
+        engine holds the weights. Errors: see `publish`.
         """
         async with self._between_turns():
             self._meter = Meter()

@@ -51,7 +51,7 @@ class WeightReceiver:
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
         """Stage weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
-        Result: (their digest, ""), or ("", the reason) if they cannot be opened.
+        like: the sender's digest. Result: (digest, ""), or ("", the reason) if opening them fails.
         """
         try:
             return self._stage(opened(shared), like), ""
