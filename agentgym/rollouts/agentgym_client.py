@@ -103,7 +103,7 @@ class AgentGymSession:
         self._total = 0.0
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never again, and return the answer; update `turn` and `observation`.
+        """Send one action, only once, and return the answer; update `turn` and `observation`.
         action: cut by `sendable`. Errors: EnvError.
         Without part credit a positive reward counts as success and end of the episode: AgentGym's
         servers would continue and pay it again.
@@ -180,7 +180,7 @@ class AgentGymPool(ForeignPool):
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
         """Check that servers answer `GET /` as this environment's do. Those of SearchQA and
-        WebArena answer alike, so the check takes one for the other.
+        WebArena answer alike, so the check cannot distinguish these two.
         Result: an empty guide, because these servers have none. `allow_expert` has no effect.
         Errors: EnvError; ValueError naming the endpoint.
         """

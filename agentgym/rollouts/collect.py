@@ -59,7 +59,7 @@ class Lockstep:
                 self._waiting.remove(entry)
 
     def leave(self) -> None:
-        """Remove one ended episode from the barrier."""
+        """Remove one ended episode from the barrier; the others no longer wait for it."""
         self._live -= 1
         asyncio.get_running_loop().call_soon(self._release)
 
@@ -177,7 +177,7 @@ async def collect(
     deterministic: bool = False,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Play every (item, sample); return the trajectories in the same order, failed ones too.
+    """Play every admitted (item, sample); return the trajectories in this order, failed ones too.
     Taking those that finish first instead would favor the successful ones.
 
     concurrency: episodes at a time. deterministic: these play in lock-step, see `in_lockstep`.
@@ -222,7 +222,7 @@ async def in_lockstep(
     progress: Callable[[int], None] = lambda _: None,
     failed: Callable[[Trajectory], None] = lambda _: None,
 ) -> list[Trajectory]:
-    """Play all (item, sample) together, turn by turn, and return the trajectories in order.
+    """Play all (item, sample) of a wave together, turn by turn; return trajectories in order.
     Equal waves give the engine equal batches, whenever they are played.
     progress: called with 1 for each finished episode. failed: see `Attempts.play`.
     """

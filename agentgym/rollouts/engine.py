@@ -373,8 +373,8 @@ class Canary:
         before: EngineComparison | None = None,
     ) -> EngineComparison:
         """Compare the scores of learner and engine after a publish; return the comparison.
-        If the engine's scores are those of `before` and the learner's changed little, its `ours` is
-        that of `before`, so that small changes add up.
+        If the engine's scores are those of `before` and the learner's changed little, the result
+        has the `ours` of `before`, so that small changes add up.
         ours: [N] of the learner. theirs: N of the engine, in pieces. engine: its name in errors.
         before: the result of an earlier call. With None, or another N, only the limit is checked.
         Errors: EngineMismatch if the scores differ by more than the limit, which allows for the

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Bundle = list[tuple[bytes, asyncio.Future[Message]]]  # requests, and futures of their answers
 
 BACKOFF_S = 0.05  # before the first retry; doubles
-MAX_BACKOFF_S = 5.0  # also the longest Retry-After of a server that is respected
+MAX_BACKOFF_S = 5.0  # also the longest wait that a server's Retry-After causes
 CLOSE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 10.0
 BATCHED = ("/step", "/create", "/close")  # routes whose requests a batch may contain
@@ -81,7 +81,9 @@ def _revived(text: str, fields: dict[str, str]) -> EnvError:
 
 
 class Retryable(Exception):
-    """A failure after which the same request may be sent again."""
+    """A failure after which the same request may be sent again.
+    retry_after_s: the server's Retry-After, 0 if it gave none.
+    """
 
     def __init__(self, kind: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
@@ -90,7 +92,9 @@ class Retryable(Exception):
 
 
 class EnvClient:
-    """HTTP client of the servers of one environment. Use as `async with`."""
+    """HTTP client of the servers of one environment. Use as `async with`: the end of the block
+    cancels batched requests that have no answer yet.
+    """
 
     def __init__(
         self, endpoints: Sequence[str], *, request_timeout_s: float, max_retries: int
@@ -141,8 +145,8 @@ class EnvClient:
         session_id: str = "",
         max_retries: int | None = None,
     ) -> M:
-        """Send one request and return its answer; repeat it, at most `max_retries` times, after
-        lost connections, timeouts and refusals for now, unless its server is gone for good.
+        """Send one request and return its answer. Repeat it, at most `max_retries` times, if the
+        server is not reached, full, draining, not ready or too slow, unless it is gone for good.
         reply: model of the answer. body: None for a GET. max_retries: None for the client's.
         session_id: for the error's text. Errors: EnvError.
         """

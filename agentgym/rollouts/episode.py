@@ -221,7 +221,7 @@ _deadline: ContextVar[asyncio.Timeout | None] = ContextVar("deadline", default=N
 
 @asynccontextmanager
 async def environment_time(seconds: float) -> AsyncIterator[None]:
-    """Limit the seconds of the block outside `environment_waits`. Errors: TimeoutError."""
+    """Limit the block to `seconds`, not counting `environment_waits`. Errors: TimeoutError."""
     async with asyncio.timeout(seconds) as deadline:
         token = _deadline.set(deadline)
         try:
@@ -232,8 +232,8 @@ async def environment_time(seconds: float) -> AsyncIterator[None]:
 
 @contextmanager
 def environment_waits() -> Iterator[None]:
-    """Stop the clock of `environment_time`, if there is one, for the block, in which the episode
-    waits for an engine, a person or other episodes.
+    """Stop the clock of `environment_time`, if there is one, during the block. Use it while the
+    episode waits for an engine, a person or other episodes.
     """
     deadline = _deadline.get()
     if deadline is None or (ends_at := deadline.when()) is None:

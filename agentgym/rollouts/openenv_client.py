@@ -88,7 +88,7 @@ class OpenEnvSession:
         self.observation = self._text(data)
 
     async def step(self, action: str) -> StepReply:
-        """Send one action, never again, and return the answer; update `turn` and `observation`.
+        """Send one action, only once, and return the answer; update `turn` and `observation`.
         action: cut by `sendable`. Errors: EnvError.
         """
         data = await self._ask("step", {self._fields.action: sendable(action)})

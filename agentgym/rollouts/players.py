@@ -57,7 +57,9 @@ class NoHints(PlayerFailed):
 
 
 async def hints_of(session: Any) -> list[str]:
-    """Return the actions that are possible now. Errors: NoHints; EnvError."""
+    """Return the actions that are possible now in a session.
+    Errors: NoHints if its server does not list them; EnvError.
+    """
     if not hasattr(session, "hints"):  # only our own protocol has them
         raise NoHints(session.endpoint)
     try:

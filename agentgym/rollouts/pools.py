@@ -278,7 +278,7 @@ def _is_address(host: str) -> bool:
 
 
 class AnyPool(AbstractAsyncContextManager[Any], Protocol):
-    """Interface of the pools of one environment's servers, in any dialect."""
+    """Interface of the pools of one environment's servers, for any `env.dialect`."""
 
     def session(self, item: Item, request_key: str) -> AbstractAsyncContextManager[Any]: ...
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide: ...

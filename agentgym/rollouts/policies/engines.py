@@ -54,7 +54,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class EngineClass(Policy, Protocol):
-    """The class that an entry point names; its instances are policies."""
+    """Interface of an engine's class, which its entry point names. Its instances are policies."""
 
     # True if a SampleKey and the weights determine a token, see `agentgym.rollouts.policies.torch`:
     # an audit then repeats the draw. If False, it can only compute how likely a token was.
@@ -104,8 +104,9 @@ def check_engine(cfg: RunConfig) -> None:
 
 
 def engine_python(cfg: RunConfig) -> str:
-    """Return the engine's interpreter: `rollout.engine_python`, if set, for a hosted engine of an
-    inline run, otherwise this one. Errors: ConfigError if the set one is not trusted.
+    """Return the engine's interpreter: for a hosted engine of an inline run that of
+    `rollout.engine_python`, if set; otherwise this process's. Errors: ConfigError if the one that
+    is set is not trusted.
     """
     named = cfg.rollout.engine_python if cfg.rollout.engine in HOSTED else ""
     if not named or cfg.compute != "inline":

@@ -74,8 +74,8 @@ class Host:
         self.ending: asyncio.Task[None] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to its end; close that of a client with another protocol or source
-        code. Errors of the connection are only logged.
+        """Serve one connection to its end; close it at once if the client has another protocol or
+        other source code. Errors of the connection are only logged.
         """
         session = Session(self, writer)
         try:

@@ -43,8 +43,8 @@ ERRORS = {
 
 
 def door(python: str = sys.executable) -> dict[str, Any]:
-    """Return the first message of each side, with the keys protocol (a version), source (a digest
-    of the host's code) and packages (name -> version in the interpreter `python`).
+    """Return the first message that each side of a connection sends. Keys: protocol (a version),
+    source (digest of the host's code), packages (name -> version in the interpreter `python`).
     """
     return {
         "protocol": PROTOCOL,

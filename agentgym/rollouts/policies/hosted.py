@@ -228,7 +228,7 @@ class HostedModel:
             raise HostedError(self.stopped, final=True)
 
     async def _turn(self) -> None:
-        """Wait until the rate limit and the endpoint's Retry-After allow a request; count that."""
+        """Wait until Retry-After and the rate limit, in which it then counts, allow a request."""
         while (wait_s := self._next_at - time.monotonic()) > 0:  # noqa: ASYNC110  (grows meanwhile)
             await asyncio.sleep(wait_s)
         if self._endpoint.max_per_minute:
@@ -246,7 +246,7 @@ class HostedModel:
         try:
             answer = json.loads(content)
             if status == 200 and not _error_in(answer):
-                read = _read(answer)  # mask the key: its text is stored as an action and shown
+                read = _read(answer)  # the text is stored as an action and shown: mask the key
                 return replace(read, text=self._endpoint.without_key(read.text))
         except (ValueError, RecursionError) as error:
             if status == 200:

@@ -331,15 +331,14 @@ class VllmPolicy:
         return last
 
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
-        """Call every process of the engine; return their answers. Errors: see `_within`."""
+        """Call a `WeightReceiver` method in each process; return results. Errors: see `_within`."""
         limit = self._publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
         answers: list[Any] = await self._within(method, answer)
         return answers
 
     async def _within(self, what: str, answer: Awaitable[T]) -> T:
-        """Wait for the engine's answer within the time limit.
-
+        """Wait for the engine's answer within the time limit. what: the call's name, for errors.
         Errors: RuntimeError if the engine is dead or too slow. After a timeout the engine is not
         called again: a late answer would be taken for the answer to another call.
         """
@@ -377,8 +376,8 @@ class VllmPolicy:
                 self._changed.notify_all()
 
     def _measure(self, *, running: int = 0, waiting: int = 0) -> None:
-        """Change the numbers of requests and record them for `usage`. Requests beyond vLLM's slots
-        count as waiting.
+        """Add to the numbers of running and waiting requests and record them for `usage`. Running
+        ones beyond vLLM's slots count as waiting.
         """
         self._num_running += running
         self._num_waiting += waiting

@@ -50,7 +50,7 @@ class WeightReceiver:
         return digest
 
     def stage_shared(self, shared: dict[str, Any], like: str) -> tuple[str, str]:
-        """Stage weights that lie on a GPU of this machine, see `shared_of`; the switch copies them.
+        """Stage weights that lie on a GPU of this machine, see `shared_of`; do not copy them yet.
         like: the sender's digest. Result: (digest, ""), or ("", the reason) if opening them fails.
         """
         try:
@@ -60,7 +60,6 @@ class WeightReceiver:
 
     def stage_broadcast(self, delivery: dict[str, Any]) -> tuple[str, str]:
         """Receive weights by broadcast and stage them.
-
         delivery: a `Broadcast` with the rank of the engine's first process.
         Result: (their digest, ""), or ("", the reason) if it broke: vLLM passes errors on without
         their class.
@@ -79,7 +78,6 @@ class WeightReceiver:
 
     def switch_weights(self, digest: str) -> list[str]:
         """Load the staged weights into the model. No request may run meanwhile.
-
         digest: of the staged weights. Result: sorted names of parameters that were not among them.
         Errors: RuntimeError if other weights are staged.
         """
@@ -89,7 +87,6 @@ class WeightReceiver:
 
     def switch_adapter(self, digest: str, number: int, settings: dict[str, Any], room: str) -> None:
         """Make the staged adapter the only one, under this number. No request may run meanwhile.
-
         settings: of the adapter. room: folder for temporary files, from which vLLM reads it.
         Errors: RuntimeError if another one is staged; those of vLLM if it cannot load it.
         """
@@ -115,8 +112,7 @@ class WeightReceiver:
 
 def keep_weights_as_they_are() -> None:
     """Keep vLLM's CPU build from packing the weights of linear layers when it loads a model.
-
-    It would drop the originals, so that weights loaded later never reach its kernels.
+    Packing would drop the originals, so that weights loaded later never reach its kernels.
     """
     from vllm.model_executor.layers import utils
     from vllm.platforms import current_platform
