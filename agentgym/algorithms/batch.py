@@ -115,7 +115,7 @@ class Batch:
 def learnable(
     trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
 ) -> list[Trajectory]:
-    """Return the trajectories that may be learned from, in order; parameters as `why_not`."""
+    """Return the trajectories that may be learned from, in order; parameters as in `why_not`."""
     reasons = why_not(trajectories, truncated=truncated, signal=signal)
     return [episode for episode, reason in zip(trajectories, reasons, strict=True) if not reason]
 
@@ -298,8 +298,8 @@ class Experience:
 
     @property
     def critic_metrics(self) -> dict[str, float]:
-        """`critic/value_mean`: mean of the critic's values. `critic/explained_variance`: share of the
-        targets' variance that they explain; 0 for equal targets. {} without values or targets.
+        """`critic/value_mean`: mean of the critic's values. `critic/explained_variance`: share of
+        the targets' variance that they explain; 0 for equal targets. {} without values or targets.
         """
         if self.values is None or self.targets is None:
             return {}

@@ -68,8 +68,8 @@ def cispo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tens
     """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi with rho = pi / pi_old
     (sg: no gradient). Every token keeps a gradient; `ppo_clip` gives none to clipped tokens.
 
-    Metrics: clip_frac_low: rho < 1 - clip_low. clip_frac_high: rho > 1 + clip_high. clip_frac:
-    either.
+    Metrics: clip_frac_low: rho < 1 - clip_low. clip_frac_high: rho > 1 + clip_high.
+    clip_frac: either of them.
     Set `clip_low` to 1 for the published loss without a lower bound. Source: arXiv:2506.13585.
     """
     ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
@@ -204,8 +204,7 @@ def corrections(
     """Factor of each action token's loss that corrects the mismatch of engine and learner.
 
     All [n], the result too; sequence: int64, ascending.
-    With w = pi_learner / pi_engine of a token, and over its sequence W, the product of w, and M,
-    its geometric mean:
+    w: pi_learner / pi_engine of a token. W and M: product and geometric mean of w over a sequence.
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
     geometric_mask: 1 if floor <= M <= cap, else 0; M does not depend on the sequence's length.
