@@ -128,7 +128,6 @@ def clipped(
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """Half the squared error of the critic's values, or of the values clipped to at most `clip`
     from the old ones if that is larger. All [n], the result too.
-
     Source: PPO, arXiv:1707.06347.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)

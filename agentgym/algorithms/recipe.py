@@ -134,7 +134,6 @@ def recipe_of(name: str) -> Recipe:
 
 def recipe_modules(name: str) -> tuple[str, ...]:
     """Names of the modules of other packages that compute a recipe; empty for a row of RECIPES.
-
     Errors: as `recipe_of`.
     """
     if name in RECIPES:

@@ -166,7 +166,6 @@ def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
 
 def require_whole(folder: Path) -> None:
     """Check the small files of a folder and the headers of its weights, as far as they are there.
-
     Errors: ConfigError for a Git LFS pointer, a damaged file, or a missing one named by the index.
     """
     for name in sorted(SMALL_NAMES):
