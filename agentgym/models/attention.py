@@ -175,8 +175,8 @@ def has_kernel(query: Tensor, variant: Variant) -> bool:
 
 
 def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """Return mask [..., T, L], false for keys `window` or more before the query, too; unchanged if
-    window is None. query_position: [..., T] index of each query among the keys.
+    """Return a copy of mask [..., T, L] that is false for keys `window` or more before the query;
+    the mask itself if window is None. query_position: [..., T] index of a query among the keys.
     """
     if window is None:
         return mask

@@ -251,7 +251,7 @@ class Turns:
         return self._blanks + action
 
     def written(self) -> set[str]:
-        """Return the control tokens that the template writes, also around a probe's thought."""
+        """Return the control tokens that occur in the template's texts of the probes."""
         return {
             token
             for text in self._texts.values()

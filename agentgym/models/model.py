@@ -244,7 +244,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
-    """Return ConfigError if `error` shows that the model knows only its own attention, else `error`."""
+    """Return ConfigError if `error` is that the model does not know RAGGED, else `error` itself."""
     if error.args != (attention.RAGGED,):
         return error
     return ConfigError(

@@ -166,8 +166,9 @@ def blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(network: nn.Module, backend: str) -> None:
-    """Let torch.compile compile each block at its first forward, with `backend`, for any number of
-    tokens. Call it before sharding, so that the gathering of weights is not compiled.
+    """Let torch.compile compile each block, with `backend`, at its first forward, for any number of
+    tokens; our attention stays uncompiled. Call it before sharding, so that the gathering of
+    weights is not compiled.
     """
     leave_uncompiled()
     for block in blocks(network):

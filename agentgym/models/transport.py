@@ -418,7 +418,7 @@ def interface_of(address: str) -> str:
 
 def use_interface_of(address: str) -> None:
     """Set the environment variables by which gloo and NCCL choose an interface to the one with this
-    address. Variables that are set are kept. No interface has the address: nothing is set.
+    address. Variables that are set already are kept. Without such an interface nothing is set.
     """
     name = interface_of(address)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
