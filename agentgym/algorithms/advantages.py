@@ -77,7 +77,7 @@ def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def dr_grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Subtract the group's mean from each return: [n]. Source: arXiv:2503.20783."""
+    """Subtract the group's mean from each return: [n], equal in a sequence. arXiv:2503.20783."""
     return _centred(experience)[0][experience.sequence], None
 
 

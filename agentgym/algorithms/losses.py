@@ -178,7 +178,7 @@ def aggregation_weights(
     token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
     constant: each sequence's sum over tokens / `constant`, then the mean over sequences (Dr.GRPO).
-    Weights sum to 1, except for the last. Errors: ValueError for the last if `constant` is None.
+    The weights sum to 1, but not for constant. Errors: ValueError for it if `constant` is None.
     """
     if aggregation == "token":
         return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)

@@ -223,8 +223,8 @@ class LocalLearner:
 
         experience: of `prepare`, with advantages added; step: from 1; seed: of the minibatches.
         Result: (the experience with log-probabilities, metrics by name that are not in it).
-        Errors: FloatingPointError if a loss or gradient is not finite, EngineMismatch as in
-        `prepare` (the weights are then unchanged); ValueError for an experience without advantages.
+        Errors: FloatingPointError at the first update whose loss or gradient is not finite;
+        EngineMismatch as in `prepare` (weights unchanged); ValueError without advantages.
         """
         experience = experience.to(self.ranks.device)
         if experience.advantages is None:
@@ -278,8 +278,8 @@ class LocalLearner:
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of sequences that the update leaves out, 0
-        for the others; all 0 if the experience has its log-probabilities.
+        """Return [2, n] log-probabilities and entropies of the sequences not in `signal`, 0 for the
+        others; all 0 if the experience has its log-probabilities. signal: [C] int64 indices.
         """
         batch = experience.batch
         if experience.logprobs is not None:
@@ -289,7 +289,7 @@ class LocalLearner:
         return self.passes.scores(self._net, batch, outside)[:, batch.action_mask]
 
     def _of_all_ranks(self, computed: Tensor, sequence: Tensor, dealt: Dealt) -> Tensor:
-        """Return the [2, n] scores that all ranks computed in an update's forward; 0 elsewhere."""
+        """Sum [2, n] scores over ranks, each rank's for the sequences dealt to it; 0 for others."""
         of_rank = [index for part in dealt.ranks[self.ranks.rank] for index in part]
         is_of_rank = torch.isin(sequence, torch.tensor(of_rank, device=computed.device))
         return self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))

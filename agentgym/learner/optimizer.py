@@ -45,7 +45,7 @@ class HostMemory:
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step 1 .. total_steps; it is never 0 at the first."""
+    """Return the learning rate of optimizer step 1 .. total_steps: warmup, then the schedule."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":

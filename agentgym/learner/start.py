@@ -35,7 +35,7 @@ class LearnerPlan:
     adapter: Adapter | None = None  # its matrices alone are trained; None: all weights are
 
     def files(self) -> dict[str, bytes]:
-        """Return name -> content of a commit's files without tensors: an adapter's record or {}."""
+        """Return {"adapter.json": the adapter's record} for a commit; {} without an adapter."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}

@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def policy(self) -> StoredTensors:
-        """Merged weights of the adapted model; the frozen weights if no matrices are stored."""
+        """References to the merged weights; to the frozen ones if no matrices are stored."""
         if self.stored is None:
             return self.base
         stored = self.stored

@@ -46,7 +46,7 @@ def published_architecture(config: ModelConfig, *, local_only: bool = False) -> 
 
     local_only: read folders and the Hub's cache only, without network access.
     Errors: ConfigError if there is none, if a folder has no safetensors or a damaged file, if the
-    architecture is not supported or has fewer positions than `config.context_tokens`; as
+    architecture is not supported or has fewer positions than `config.context_tokens`; those of
     `read_architecture`.
     """
     from transformers import PretrainedConfig

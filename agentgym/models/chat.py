@@ -30,7 +30,7 @@ Conversation = list[dict[str, str]]
 
 
 class ChatRenderer:
-    """Renders conversations exactly as the tokenizer's own chat template would.
+    """Renderer of conversations as token ids, exactly as the tokenizer's own chat template would.
 
     A template may rewrite history: strip thoughts of earlier turns, number turns, ... Ids appended
     turn by turn then differ from the ids of the whole conversation. If `chat.history` is append

@@ -301,7 +301,7 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Write a tokenizer's files. Errors: ValueError for a file that no tokenizer has."""
+    """Write a tokenizer's files, all or none. Errors: ValueError for a file no tokenizer has."""
     for name in files:
         if name not in TOKENIZER_NAMES:
             raise ValueError(

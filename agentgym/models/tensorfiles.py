@@ -391,7 +391,7 @@ def file_name(name: str, rank: int, size: int) -> str:
 
 def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
     """Return the files of one kind of tensors, in the order of ranks; () if the commit has none.
-    Errors: ValueError if one of several files is missing.
+    name: for example `model.safetensors`. Errors: ValueError if one of several files is missing.
     """
     if name in manifest.blobs:
         return (name,)

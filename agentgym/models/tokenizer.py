@@ -37,7 +37,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that follows its tokenizer.json.
 
-    source: a folder or a repository of the Hub; name: of the model, for messages.
+    source: a folder or a repository of the Hub, at `revision`. name: of the model, for messages.
     For many classes that tokenizer_config.json may declare, transformers rebuilds the rules that
     split text, and a model would read other ids than it was trained with. So the declared class is
     used only if it follows tokenizer.json or there is none; else PreTrainedTokenizerFast, logged.

@@ -226,7 +226,7 @@ class FromProcess:
     def written(
         cls, path: Path, weights: Mapping[str, Tensor], digest: str, version: int
     ) -> FromProcess:
-        """Write weights to a file; return the delivery that names it."""
+        """Write weights to a file; return the delivery that names it. digest: of the weights."""
         write_weights(path, weights)
         return cls(digest, version, layout_of(weights), str(path))
 
@@ -305,7 +305,9 @@ class Broadcast:
         return received
 
     def receive(self, device: torch.device) -> dict[str, Tensor]:
-        """Receive the weights on a device; return them in host memory. Errors: TransportBroken."""
+        """Receive the weights on a device; return them, unverified, in host memory.
+        Errors: TransportBroken.
+        """
         received: dict[str, Tensor] = {}
         with self._group(None) as broadcast:
             for name, (dtype, shape) in sorted(self.layout.items()):
@@ -315,8 +317,8 @@ class Broadcast:
         return received
 
     def send(self, weights: Mapping[str, Tensor], device: torch.device, meeting: Any) -> None:
-        """Send the weights, each through `device`. meeting: the store of `serve`; None if the
-        processes meet in a file. Errors: TransportBroken.
+        """Send the weights, moved to `device` one by one. meeting: the store of `serve`; None if
+        the processes meet in a file. Errors: TransportBroken.
         """
         with self._group(meeting) as broadcast:
             for name in sorted(self.layout):
@@ -379,7 +381,7 @@ def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, 
 
 def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
     """Serve a TCP store at which `size` processes meet, on a free port of this address only.
-    Return (store, (host, port)).
+    Return (store, (host, port)). timeout: of each operation of the store.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
