@@ -136,7 +136,7 @@ class LocalLearner:
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
-        """Load the optimizers' states. states: by file name.
+        """Load the optimizers' states. states: by file name, for example `optimizer.safetensors`.
         Errors: KeyError if one is missing; those of `OptimizedNetwork.load_state`.
         """
         self._policy.load_state(states[OPTIMIZER])

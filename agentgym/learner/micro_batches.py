@@ -323,8 +323,8 @@ class Passes:
 
     @torch.no_grad()
     def scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
-        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
-        sequences: [R] int64, those to score; None: all.
+        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens of the
+        scored sequences. sequences: [R] int64, those to score; None: all.
         """
         result = batch.rewards.new_zeros(2, len(batch.input_ids))
         dealt = self.deal(batch, all_sequences(batch) if sequences is None else sequences)

@@ -90,7 +90,7 @@ class Adapter:
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, new float32 values) for each matrix of `like`, in order of names. `lora_A`
-        is drawn from the seed, as peft does; `lora_B` is zero: the adapter changes nothing yet.
+        is drawn from the seed, distributed as in peft; `lora_B` is zero, so nothing changes yet.
         """
         draw = torch.Generator().manual_seed(self.seed)
         for name in sorted(like):

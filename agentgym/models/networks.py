@@ -63,7 +63,7 @@ class PolicyNet(nn.Module):
     def __init__(
         self, model: PreTrainedModel, head_chunk_tokens: int = 4_096, *, share_prefixes: bool = True
     ) -> None:
-        """Wrap a model, not copied: a causal language model built with RAGGED attention.
+        """Wrap a model, not copied: a causal language model with RAGGED attention, else ValueError.
         head_chunk_tokens: action tokens whose logits exist at one time, in the backward, too.
         share_prefixes: compute the common prefix of neighboring sequences once.
         """

@@ -236,7 +236,7 @@ class StoredTensors:
                 self._fill(part.file, start, target[begin - first_row : end - first_row])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of a whole tensor, in order, in pieces of at most PIECE_BYTES."""
+        """Yield a tensor's bytes, in order, unverified, in pieces of at most PIECE_BYTES."""
         stored = self.tensors[name]
         for part in stored.parts:
             end = part.start + part.num_rows * stored.row_bytes
