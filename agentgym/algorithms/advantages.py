@@ -44,7 +44,8 @@ AdvantageFunction = Callable[[Experience, Any], tuple[Tensor, Tensor | None]]
 def with_advantages(experience: Experience, algorithm: Algorithm) -> Experience:
     """Return the experience with the recipe's advantages, and targets if the recipe has a critic.
 
-    Errors: ValueError if its function does not return one finite number per action token; as
+    algorithm: the section of the configuration; its `recipe` decides the advantage function.
+    Errors: ValueError if the function does not return one finite number per action token; those of
     `recipe_of` and `named`.
     """
     function: AdvantageFunction = named(ADVANTAGES, recipe_of(algorithm.recipe).advantages)
@@ -76,13 +77,13 @@ def grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
 
 
 def dr_grpo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Subtract the group's mean from each return: [n]. Source: arXiv:2503.20783."""
+    """Subtract the group's mean from each return: [n], equal in a sequence. arXiv:2503.20783."""
     return _centred(experience)[0][experience.sequence], None
 
 
 def rloo(experience: Experience, _: object) -> tuple[Tensor, None]:
-    """Subtract the mean of the group's other returns from each return: [n]; a group of one gets
-    zero. Source: arXiv:2402.14740.
+    """Subtract the mean of the group's other returns from each return: [n]. A group of one gets
+    zeros. Source: arXiv:2402.14740.
     """
     centred, sizes = _centred(experience)
     group_sizes = sizes[experience.batch.group_ids]
@@ -109,7 +110,7 @@ def gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation over action tokens, whitened by environment: [n].
     The critic's targets are the value plus the advantage before whitening: [n].
 
-    Source: arXiv:1506.02438. Errors: ValueError if there are no values.
+    Source: arXiv:1506.02438. Errors: ValueError if the experience has no values of a critic.
     """
     values, ends = _values(experience)
     advantages = _gae(experience.sequence, experience.rewards, values, ends, algorithm)
@@ -122,7 +123,7 @@ def turn_gae(experience: Experience, algorithm: Estimating) -> tuple[Tensor, Ten
 
     A turn's reward is the sum of its tokens' rewards. Its value is that of its first token. The
     target of all its tokens is this value plus the turn's advantage before whitening.
-    Errors: ValueError if there are no values.
+    Errors: ValueError if the experience has no values of a critic.
     """
     values, ends = _values(experience)
     turn = experience.turn
@@ -145,7 +146,7 @@ def _gae(
 ) -> Tensor:
     """Generalized advantage estimates of m time steps (action tokens or turns): [m].
 
-    sequence: [m] int64, ascending; rewards, values: [m]; ends: [B] values after the last steps.
+    sequence: [m] int64, ascending. rewards, values: [m]. ends: [B] value after each last step.
     """
     last = sequence.new_ones(1, dtype=torch.bool)
     is_last = torch.cat([sequence[1:] != sequence[:-1], last])  # [m] last step of a sequence
@@ -165,8 +166,8 @@ def whiten(values: Tensor) -> Tensor:
 
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
-    """Whiten [n] values, each environment's apart: the scale of one environment's rewards must not
-    change the step size of another.
+    """Whiten [n] values of each environment separately: the scale of one environment's rewards must
+    not change the step size of another.
     """
     if experience.batch.env_ids is None:
         return whiten(values)

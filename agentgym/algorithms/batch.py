@@ -76,7 +76,7 @@ class Batch:
         return _moved(self, device)
 
     def select(self, sequences: Tensor) -> Batch:
-        """Return a batch of these sequences, in this order. sequences: [R] int64."""
+        """Return a batch of these sequences, in this order. sequences: [R] int64 indices."""
         bounds = self.starts.tolist()
         spans = [
             torch.arange(bounds[sequence], bounds[sequence + 1]) for sequence in sequences.tolist()
@@ -98,6 +98,7 @@ class Batch:
     def with_shuffled_outcomes(self, *, seed: int, step: int) -> Batch:
         """Return the batch with outcomes permuted among sequences: a control that has no signal.
         Only rewards on last action tokens are permuted; all others become 0.
+        seed, step: equal ones give the same permutation.
         """
         # index of each sequence's last action token
         positions = self.rewards.new_zeros(self.num_sequences, dtype=torch.int64).scatter_reduce(
@@ -114,7 +115,7 @@ class Batch:
 def learnable(
     trajectories: Sequence[Trajectory], *, truncated: Truncated, signal: bool = False
 ) -> list[Trajectory]:
-    """Return the trajectories that may be learned from, in order; see `why_not`."""
+    """Return the trajectories that may be learned from, in order; parameters as in `why_not`."""
     reasons = why_not(trajectories, truncated=truncated, signal=signal)
     return [episode for episode, reason in zip(trajectories, reasons, strict=True) if not reason]
 
@@ -144,7 +145,7 @@ def why_not(
 
 
 def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
-    """Return the ids of items whose trajectories have different rewards."""
+    """Return the ids of items whose trajectories have different rewards; None is left out."""
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -158,8 +159,8 @@ def overlong_penalty(
     """Return a penalty <= 0: 0 until only `buffer` (a share, above 0 and at most 1) of a budget is
     left, then falling linearly to -`penalty` where the budget ends.
 
-    The budget is that of turns or of tokens, whichever is closer to its end. DAPO
-    (arXiv:2503.14476) counts the tokens of one answer; an episode of many turns has two budgets.
+    The trajectory has two budgets, its `max_turns` turns and `context_tokens` tokens; the one of
+    which the larger share is used counts. DAPO (arXiv:2503.14476) counts one answer's tokens.
     """
     used = max(
         len(trajectory.turns) / trajectory.max_turns, len(trajectory.input_ids) / context_tokens
@@ -175,7 +176,7 @@ def to_batch(
 ) -> Batch:
     """Pack trajectories that may be learned from (see `learnable`), in order.
 
-    penalty: added to each outcome, on the last action token.
+    penalty: gives the number to add to a trajectory's outcome, on the last action token.
     turn_rewards: True puts each turn's reward on its last token, False the outcome on the
     trajectory's last action token.
     Errors: ValueError if there is no trajectory, one may not be learned from, or temperatures
@@ -230,7 +231,7 @@ def to_batch(
 
 
 def _paid(trajectory: Trajectory, turn_rewards: bool) -> list[tuple[int, float]]:
-    """Return (index of a token, its reward) for each rewarded token."""
+    """Return (index in the trajectory, reward) of rewarded tokens. turn_rewards: as `to_batch`."""
     if not turn_rewards:
         return [(_last_action(trajectory), trajectory.reward or 0.0)]
     return [(turn.end - 1, turn.reward) for turn in trajectory.turns]
@@ -297,8 +298,8 @@ class Experience:
 
     @property
     def critic_metrics(self) -> dict[str, float]:
-        """Mean of the critic's values, and share of the targets' variance that they explain, as
-        `critic/value_mean` and `critic/explained_variance`; {} without values or targets.
+        """`critic/value_mean`: mean of the critic's values. `critic/explained_variance`: share of
+        the targets' variance that they explain; 0 for equal targets. {} without values or targets.
         """
         if self.values is None or self.targets is None:
             return {}

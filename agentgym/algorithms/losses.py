@@ -65,10 +65,11 @@ def gspo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tenso
 
 
 def cispo(actions: Actions, algorithm: Clipping) -> tuple[Tensor, dict[str, Tensor]]:
-    """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi (sg: no gradient), so
-    that every token keeps a gradient. `ppo_clip` gives no gradient to clipped tokens.
+    """REINFORCE with a clipped importance weight: -sg(clip(rho)) A log pi with rho = pi / pi_old
+    (sg: no gradient). Every token keeps a gradient; `ppo_clip` gives none to clipped tokens.
 
-    Metrics: clip_frac_low and clip_frac_high, true if rho is beyond the bound; clip_frac: either.
+    Metrics: clip_frac_low: rho < 1 - clip_low. clip_frac_high: rho > 1 + clip_high.
+    clip_frac: either of them.
     Set `clip_low` to 1 for the published loss without a lower bound. Source: arXiv:2506.13585.
     """
     ratio = (actions.logprobs.detach() - actions.old_logprobs).exp()
@@ -127,7 +128,6 @@ def clipped(
 def value_loss(values: Tensor, old_values: Tensor, targets: Tensor, *, clip: float) -> Tensor:
     """Half the squared error of the critic's values, or of the values clipped to at most `clip`
     from the old ones if that is larger. All [n], the result too.
-
     Source: PPO, arXiv:1707.06347.
     """
     near = old_values + (values - old_values).clamp(-clip, clip)
@@ -161,6 +161,7 @@ def preference_loss(
     """Loss of direct preference optimization for P pairs.
 
     chosen, rejected: [P], sums over the actions of all turns of log pi - log pi_ref.
+    beta: factor of their difference. label_smoothing: assumed share of pairs in the wrong order.
     Result: [P]. Source: arXiv:2305.18290; over whole trajectories: ETO, arXiv:2403.02502.
     """
     margin = beta * (chosen - rejected)
@@ -171,13 +172,13 @@ def aggregation_weights(
     sequences: Tensor, num_sequences: int, aggregation: Aggregation, constant: float | None = None
 ) -> Tensor:
     """Weight of each action token's loss in the sum over the global batch: [n], the same for every
-    split into micro-batches and ranks.
+    split into micro-batches and ranks. Sequences without action tokens do not count.
 
     sequences: [n] int64, the sequence of each action token of the global batch.
     token: every token of the batch has the same weight (DAPO).
     sequence: the mean over each sequence's tokens, then over sequences (GRPO as published).
     constant: each sequence's sum over tokens / `constant`, then the mean over sequences (Dr.GRPO).
-    The weights sum to 1, except for `constant`. Errors: ValueError for it without its divisor.
+    The weights sum to 1, but not for constant. Errors: ValueError for it if `constant` is None.
     """
     if aggregation == "token":
         return torch.full((len(sequences),), 1.0 / max(len(sequences), 1), device=sequences.device)
@@ -202,7 +203,7 @@ def corrections(
     """Factor of each action token's loss that corrects the mismatch of engine and learner.
 
     All [n], the result too; sequence: int64, ascending.
-    With w = pi_learner / pi_engine of a token; over its sequence, W the product, M geometric mean:
+    w: pi_learner / pi_engine of a token. W and M: product and geometric mean of w over a sequence.
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
     geometric_mask: 1 if floor <= M <= cap, else 0; M does not depend on the sequence's length.

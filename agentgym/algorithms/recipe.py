@@ -1,5 +1,5 @@
 """The table of algorithms: an algorithm is a row of settings, not a trainer of its own. Also the
-rule by which rewards are equal, so that their group carries no signal.
+rule that decides if rewards are equal, so that their group carries no signal.
 
 The module does not import torch, so that configuration can be checked without it.
 """
@@ -114,7 +114,8 @@ RECIPES: dict[str, Recipe] = {
 
 def recipe_of(name: str) -> Recipe:
     """Return the recipe of this name from RECIPES, or from an installed package with an entry point
-    in the group `agentgym.recipes`. Errors: ValueError for an unknown name or if it is no Recipe.
+    in the group `agentgym.recipes`, which is then imported.
+    Errors: ValueError for an unknown name or an entry point that is no Recipe.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -133,7 +134,6 @@ def recipe_of(name: str) -> Recipe:
 
 def recipe_modules(name: str) -> tuple[str, ...]:
     """Names of the modules of other packages that compute a recipe; empty for a row of RECIPES.
-
     Errors: as `recipe_of`.
     """
     if name in RECIPES:

@@ -56,11 +56,12 @@ class LocalLearner:
         settings: LearnerConfig | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """Set up the networks on the ranks. Optimizers begin anew; see `load_optimizers`.
+        """Take over the networks: they are moved to the ranks' device and sharded in place, in
+        evaluation mode. Optimizers begin anew; see `load_optimizers`.
         model, reference: causal language models built with RAGGED attention; the reference is never
         trained, and may be the model itself, scored without its adapter.
-        total_steps: length of the learning-rate schedule. critic_lr: None: that of `config`.
-        adapter: of the model, if only its matrices are trained.
+        total_steps: length of the learning-rate schedule. ranks: None: one process on the CPU.
+        critic_lr: None: that of `config`. adapter: the model's, if only its matrices are trained.
         """
         self.ranks, self._settings = ranks or ProcessGroup(), settings or LearnerConfig()
         self.model = model.eval()  # no dropout, because the engine samples without it
@@ -95,12 +96,14 @@ class LocalLearner:
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights for engines by name, whole and detached: with the adapter merged, or
-        only the adapter's matrices if it is published alone.
+        only its matrices if `adapter.alone`. They may share memory with the learner's weights.
         """
         return dict(self._published())
 
     def weights_on_host(self) -> dict[str, Tensor]:
-        """Copy `weights` to host memory, one at a time. Rank 0 returns them, other ranks {}."""
+        """Copy `weights` to host memory, one at a time. Rank 0 returns them, other ranks {}.
+        All ranks must call it.
+        """
         copies = {}
         for name, tensor in self._published():
             if self.ranks.rank == 0:
@@ -119,8 +122,8 @@ class LocalLearner:
         )
 
     def snapshot(self, with_optimizer: bool = True) -> Snapshot:
-        """Copy all that another learner needs to continue, or this rank's part, to host memory.
-        with_optimizer: False leaves out the optimizers' state.
+        """Copy to host memory this rank's part of what another learner needs to continue: trained
+        weights, critic and, unless `with_optimizer` is False, the optimizers' states.
         """
         trained = WEIGHTS if self._adapter is None else ADAPTER
         files = self.ranks.snapshot(self._policy.parameters(), trained)
@@ -133,14 +136,16 @@ class LocalLearner:
         return Snapshot(files)
 
     def load_optimizers(self, states: Mapping[str, StoredTensors]) -> None:
-        """Load the optimizers' states, by file name. Errors: as `OptimizedNetwork.load_state`."""
+        """Load the optimizers' states. states: by file name, for example `optimizer.safetensors`.
+        Errors: KeyError if one is missing; those of `OptimizedNetwork.load_state`.
+        """
         self._policy.load_state(states[OPTIMIZER])
         if self._values is not None:
             self._values.load_state(states[CRITIC_OPTIMIZER])
 
     def peak_tflops(self, of_device: float | None) -> float | None:
-        """Return the sum of all ranks' peaks, TFLOP/s; None if unknown. of_device: of one device;
-        None: look it up by the device's name.
+        """Return the sum of all ranks' peak rates, TFLOP/s; None if unknown.
+        of_device: peak rate of one device; None looks it up by the device's name.
         """
         per_rank = of_device or device_peak_tflops(self.ranks.device)
         return per_rank and per_rank * self.ranks.size
@@ -154,15 +159,16 @@ class LocalLearner:
         return self._reference_scores(batch.to(self.ranks.device)).cpu()
 
     def drop_reference(self) -> None:
-        """Free the reference's memory once everything is scored with it."""
+        """Drop the reference, so that its memory is freed. `score_reference` then fails."""
         self._reference = None
 
     def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
         """Return a batch's experience before the update, on the learner's device, without
         advantages: log-probabilities of learner and reference, corrections, a critic's values.
 
-        If only one update follows (`_merges`), and advantages need no log-probabilities, the
-        learner's come from that update's forward instead of a separate one. step: from 1.
+        If the KL penalty is a part of the rewards, they contain it, and the reference is left out.
+        If only one update follows (`_merges`), and rewards need no log-probabilities, the learner's
+        are left out: `update` takes them from its own forward. step: from 1.
         Errors: EngineMismatch if engine and learner disagree by more than `max_mismatch_kl`;
         ValueError for a batch without action tokens, or without a critic or reference it needs.
         """
@@ -215,10 +221,10 @@ class LocalLearner:
     ) -> tuple[Experience, dict[str, float]]:
         """Take one training step of the recipe: `epochs` x `minibatches` updates.
 
-        experience: of `prepare`, with its advantages; step: from 1.
-        Result: the experience with log-probabilities, and metrics by name without the experience's.
-        Errors: FloatingPointError if a loss or gradient is not finite, EngineMismatch as in
-        `prepare` (the weights are then unchanged); ValueError for an experience without advantages.
+        experience: of `prepare`, with advantages added; step: from 1; seed: of the minibatches.
+        Result: (the experience with log-probabilities, metrics by name that are not in it).
+        Errors: FloatingPointError at the first update whose loss or gradient is not finite;
+        EngineMismatch as in `prepare` (weights unchanged); ValueError without advantages.
         """
         experience = experience.to(self.ranks.device)
         if experience.advantages is None:
@@ -272,8 +278,8 @@ class LocalLearner:
         }
 
     def _rest(self, experience: Experience, signal: Tensor) -> Tensor:
-        """Return [2, n] log-probabilities and entropies of sequences that the update leaves out, 0
-        for the others; all 0 if the experience has its log-probabilities.
+        """Return [2, n] log-probabilities and entropies of the sequences not in `signal`, 0 for the
+        others; all 0 if the experience has its log-probabilities. signal: [C] int64 indices.
         """
         batch = experience.batch
         if experience.logprobs is not None:
@@ -283,14 +289,15 @@ class LocalLearner:
         return self.passes.scores(self._net, batch, outside)[:, batch.action_mask]
 
     def _of_all_ranks(self, computed: Tensor, sequence: Tensor, dealt: Dealt) -> Tensor:
-        """Return the [2, n] scores that all ranks computed in an update's forward; 0 elsewhere."""
+        """Sum [2, n] scores over ranks, each rank's for the sequences dealt to it; 0 for others."""
         of_rank = [index for part in dealt.ranks[self.ranks.rank] for index in part]
         is_of_rank = torch.isin(sequence, torch.tensor(of_rank, device=computed.device))
         return self.ranks.all_sum(torch.where(is_of_rank, computed, 0.0))
 
     def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
         """Take one optimizer step of maximum likelihood on demonstrations; return metrics by name.
-        step: from 1. Errors: ValueError for a batch without action tokens.
+        step: from 1. Errors: ValueError for a batch without action tokens; FloatingPointError, with
+        unchanged weights, if loss or gradient is not finite.
         """
         batch = batch.to(self.ranks.device)
         num_tokens = int(batch.action_mask.sum())
@@ -318,9 +325,9 @@ class LocalLearner:
         self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
     ) -> dict[str, float]:
         """Take one optimizer step of direct preference optimization; return metrics by name.
-        Sequence 2i of the batch is preferred to 2i + 1. reference: [N], of `score_reference`; step:
-        from 1.
-        Errors: ValueError for an odd number of sequences or a sequence without actions.
+        Sequence 2i of the batch is preferred to 2i + 1. reference: [N], of `score_reference`.
+        beta, label_smoothing: see `preference_loss`. step: from 1.
+        Errors: as `sft_step`; ValueError for an odd number of sequences or one without actions.
         """
         batch = batch.to(self.ranks.device)
         num_acting = len(torch.unique(batch.sequence[batch.action_mask]))
@@ -389,8 +396,8 @@ def _is_warming(algorithm: PolicyGradientConfig, step: int) -> bool:
 def _collect(
     logs: dict[str, list[float]], prefix: str, logged: dict[str, float], share: float
 ) -> None:
-    """Append an update's logged values: loss and norm unchanged, sums divided by `share`, the
-    weight of the sequences that took part.
+    """Append an update's logged values to the lists in `logs`, named `prefix`/name: loss and norm
+    unchanged, sums divided by `share`, the weight of the sequences that took part.
     """
     for name, value in logged.items():
         logs.setdefault(f"{prefix}/{name}", []).append(

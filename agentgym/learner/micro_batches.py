@@ -1,4 +1,4 @@
-"""Distribution of a batch over ranks and micro-batches, and forward and backward over these."""
+"""Distribution of a batch over ranks and micro-batches; forward and backward passes over them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class TrainingFlops:
 
 
 class Dealt:
-    """Sequences of a batch, dealt to ranks and there to micro-batches."""
+    """Sequences of a batch, divided among ranks and, on each rank, into micro-batches."""
 
     def __init__(
         self,
@@ -106,7 +106,9 @@ class Dealt:
         ranks: ProcessGroup,
         share_prefixes: bool,
     ) -> None:
-        """Deal the sequences. tokens, unit: see `micro_batches`."""
+        """Divide the sequences, given by index. tokens, unit: see `micro_batches`. share_prefixes:
+        count a prefix that a sequence shares with the one before it once.
+        """
         self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
@@ -123,7 +125,7 @@ class Dealt:
         ]
 
     def largest(self, rank: int) -> int:
-        """Return the tokens that the rank's largest micro-batch computes."""
+        """Return the number of tokens that the rank's largest micro-batch computes; 0 if none."""
         return max((sum(lengths) - sum(shared) for lengths, shared in self._sizes(rank)), default=0)
 
     def _sizes(self, rank: int) -> Iterator[tuple[list[int], list[int]]]:
@@ -173,11 +175,11 @@ def micro_batches(
     padded: bool,
     shared: Callable[[int, int], int] = lambda _before, _sequence: 0,
 ) -> Iterator[list[int]]:
-    """Yield consecutive sequences within the budget of `tokens`, in multiples of `unit`.
+    """Yield lists of consecutive sequences within the budget of `tokens`, in multiples of `unit`.
 
-    A single unit may exceed the budget.
-    padded: a sequence that shares no tokens counts as long as the longest such sequence.
-    shared: tokens that a sequence has in common with the one before it; they count once.
+    A single unit may exceed the budget. lengths, unit: see `deal`.
+    padded: True: a sequence that shares no tokens counts as long as the longest such sequence.
+    shared: gives the tokens that (the sequence before, a sequence) have in common; they count once.
     """
 
     def grown(size: _Size, before: int | None, block: Sequence[int]) -> _Size:
@@ -227,9 +229,9 @@ LOGITS_COPIES = 3  # float32 logits, their log-softmax and its gradient exist at
 
 
 def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size: int) -> int:
-    """Return the number of action tokens whose logits exist at the same time.
-    auto on a GPU: as many as a tenth of its memory holds, because the backward recomputes the
-    logits of several chunks; at least the default.
+    """Return the number of action tokens whose logits exist at the same time: the setting.
+    If it is auto, on a GPU as many as a tenth of its memory holds, because the backward recomputes
+    the logits of several chunks, but at least the default; on a CPU the default.
     """
     _, usual = settings.usual_sizes
     if settings.head_chunk_tokens != "auto" or device.type != "cuda":
@@ -239,8 +241,8 @@ def head_chunk_tokens(settings: LearnerConfig, device: torch.device, vocab_size:
 
 
 class TokenBudget:
-    """Maximum number of tokens in a micro-batch; equal on all ranks.
-    auto on a GPU: `FIRST_TOKENS` at first, then as many as fit by the memory that updates took.
+    """Maximum number of tokens in a micro-batch, equal on all ranks: the setting.
+    If it is auto on a GPU: FIRST_TOKENS at first, then as many as fit by the memory updates took.
     """
 
     def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
@@ -250,7 +252,7 @@ class TokenBudget:
         self.tokens = FIRST_TOKENS if self._measures else usual
 
     def begin(self) -> None:
-        """Start to measure a forward and backward."""
+        """Start to measure a forward and backward: reset torch's peak memory of the device."""
         if self._measures:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
@@ -292,8 +294,8 @@ class Passes:
         )
 
     def shares(self, dealt: Dealt) -> Iterator[Share]:
-        """Yield (sequences of a micro-batch, True if they count) for this rank. Every rank yields
-        as many, because a forward needs all ranks: one that has no more yields (idle, False).
+        """Yield (sequences of a micro-batch, True if they count) for this rank. A forward needs all
+        ranks, so all yield equally often: a rank that has no more yields (dealt.idle, False).
         """
         of_rank = dealt.ranks[self._ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
@@ -304,8 +306,8 @@ class Passes:
     def forward_backward(
         self, batch: Batch, dealt: Dealt, loss_of: LossFunction
     ) -> dict[str, float]:
-        """Add the gradient of a loss over the dealt sequences; nothing is updated.
-        Result: the loss and the logged values, summed over all ranks.
+        """Add the gradient of a loss over the dealt sequences to the parameters' gradients.
+        Result: name -> sum over all ranks, of the "loss" and of each logged value.
         """
         sums: dict[str, Tensor] = {}
         sequence = batch.sequence[batch.action_mask]
@@ -321,8 +323,8 @@ class Passes:
 
     @torch.no_grad()
     def scores(self, network: PolicyNet, batch: Batch, sequences: Tensor | None = None) -> Tensor:
-        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens.
-        sequences: [R] int64, those to score; None: all.
+        """Return [2, N] log-probabilities and entropies, nats; 0 except at action tokens of the
+        scored sequences. sequences: [R] int64, those to score; None: all.
         """
         result = batch.rewards.new_zeros(2, len(batch.input_ids))
         dealt = self.deal(batch, all_sequences(batch) if sequences is None else sequences)
@@ -334,7 +336,7 @@ class Passes:
 
     @torch.no_grad()
     def values(self, critic: ValueNet, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return ([n] values of the action tokens' states, [B] of the sequences' ends)."""
+        """Return values of states: ([n] before each action token, [B] at each sequence's end)."""
         values = batch.rewards.new_zeros(len(batch.input_ids))
         ends = batch.rewards.new_zeros(batch.num_sequences)
         for chosen, counts in self.shares(self.deal(batch, all_sequences(batch))):
@@ -354,7 +356,7 @@ def minibatches(
     sequences: Tensor, epochs: int, count: int, *, key: tuple[int, int]
 ) -> Iterator[Tensor]:
     """Yield each epoch's sequences in `count` random parts, ascending; empty ones are left out.
-    sequences: [R] int64. key: the same one gives the same parts.
+    sequences: [R] int64. key: seed of the draw; equal keys give equal parts.
     """
     order = np.random.Generator(np.random.Philox(key=list(key)))
     for _ in range(epochs):

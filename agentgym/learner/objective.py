@@ -81,8 +81,8 @@ def policy_objective(
 ) -> LossFunction:
     """Return the policy's loss function of one update.
 
-    weights: [n] weight of each token's loss. computed: [2, n] receives the log-probabilities and
-    entropies that the experience lacks.
+    weights: [n] weight of each token's loss. computed: [2, n], filled in place by the loss function
+    with log-probabilities and entropies if the experience has none.
     """
     advantages, recipe = experience.advantages, recipe_of(algorithm.recipe)
     assert advantages is not None

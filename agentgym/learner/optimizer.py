@@ -45,7 +45,7 @@ class HostMemory:
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
-    """Return the learning rate of optimizer step 1 .. total_steps; it is never 0 at the first."""
+    """Return the learning rate of optimizer step 1 .. total_steps: warmup, then the schedule."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
     if config.schedule == "constant":
@@ -79,8 +79,8 @@ class OptimizedNetwork:
         offload: bool = False,
     ) -> None:
         """Begin a new optimizer at the present weights of a network that is sharded already.
-        offload: keep moments and master weights in host memory, except those of the parameter that
-        is being stepped.
+        total_steps: see `learning_rate`. offload: keep moments and master weights in host memory,
+        except those of the parameter that is being stepped.
         """
         self._config, self._total_steps, self._ranks = config, total_steps, ranks
         self._host = HostMemory(ranks) if offload else None
@@ -129,7 +129,8 @@ class OptimizedNetwork:
             optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self, step: int, loss: float) -> float:
-        """Clip, check and take one step. Result: the gradient's norm before clipping.
+        """Clip the gradients and take one step. Result: the gradient's norm before clipping.
+        step: from 1, for the learning rate. loss: only checked.
         Errors: FloatingPointError, with unchanged weights, if loss or gradient is not finite.
         """
         gradient_norm = nn.utils.clip_grad_norm_(self._masters.values(), self._config.grad_clip)
@@ -168,7 +169,7 @@ class OptimizedNetwork:
         }
 
     def _kept(self, names: Iterable[str], optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-        """Return an optimizer's tensors for these parameters, as `parameter:key`."""
+        """Return optimizer state and master weights of these parameters, as `parameter:key`."""
         tensors: dict[str, Tensor] = {}
         for name in names:
             master = self._masters[name]
@@ -185,8 +186,8 @@ class OptimizedNetwork:
     def load_state(self, stored: StoredTensors) -> None:
         """Load what `state` returned, for the same parameters and weights.
 
-        Errors: ValueError if the state is of other parameters or of another optimizer, or if a
-        master weight is missing or does not round to its weight (they are of different updates).
+        Errors: DigestMismatch, BlobMissing; ValueError if the state is of other parameters or of
+        another optimizer, or if a master weight is missing or does not round to its weight.
         """
         narrow = self._narrow(self._trained)
         if missing := sorted({f"{name}:{MASTER}" for name in narrow} - stored.tensors.keys()):
@@ -252,7 +253,9 @@ class OptimizedNetwork:
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
-    """Return the parameter if float32 or wider, else a float32 master that gets its gradients."""
+    """Return the parameter if it is float32 or wider, else a new float32 master, to which a hook on
+    the parameter moves its gradients from then on.
+    """
     if parameter.dtype.itemsize >= torch.float32.itemsize:
         return parameter
     master = nn.Parameter(parameter.detach().float())

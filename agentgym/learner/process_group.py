@@ -25,8 +25,8 @@ class ProcessGroup:
         self.device = torch.device(device)
 
     def shard(self, module: nn.Module) -> None:
-        """Shard the parameters over the ranks, in place; gradients are summed, not averaged.
-
+        """Move the module to the device and shard its parameters over the ranks, in place.
+        Gradients are then summed over ranks, not averaged.
         Parameters on the meta device get memory, but no values.
         """
         materialize(module, self.device)
@@ -45,7 +45,7 @@ class ProcessGroup:
         return tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Return a copy of this rank's share in host memory, by `file_name` of `name`."""
+        """Return file name -> copy of this rank's share in host memory. name: see `file_name`."""
         copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
         return {name: TensorFile.of(copies)}
 

@@ -41,7 +41,9 @@ class Sharded(ProcessGroup):
     """One of several processes of `torch.distributed`, with a part of every parameter (FSDP2)."""
 
     def __init__(self, device: torch.device) -> None:
-        """Set up the mesh in every process, once its group exists: gloo for CPUs, NCCL for CUDA."""
+        """Set up the device mesh. Call it in every process, after `dist.init_process_group` with
+        gloo for CPUs, NCCL for CUDA.
+        """
         super().__init__(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._mesh = init_device_mesh(device.type, (self.size,))
@@ -74,8 +76,8 @@ class Sharded(ProcessGroup):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Return a copy of this rank's share in host memory, by file name. A tensor that every rank
-        has is in the file of one of them.
+        """Return file name -> copy of this rank's share in host memory. A tensor that every rank
+        has is in the file of one of them. Errors: ValueError for a tensor not split by rows.
         """
         copied = _Copied()
         planner = DefaultSavePlanner(

@@ -1,4 +1,4 @@
-"""A learner's starting point by its place in the store: small to send, built on each rank."""
+"""A learner's starting point as references to a store: small to send, built on each rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LearnerPlan:
     adapter: Adapter | None = None  # its matrices alone are trained; None: all weights are
 
     def files(self) -> dict[str, bytes]:
-        """Return name -> content of a commit's files other than tensors: an adapter's record."""
+        """Return {"adapter.json": the adapter's record} for a commit; {} without an adapter."""
         if self.adapter is None:
             return {}
         return {ADAPTER_RECORD: AdapterRecord.of(self.adapter).model_dump_json().encode()}
@@ -47,8 +47,8 @@ class LearnerPlan:
         return sum(source.size for source in sources if source is not None)
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
-        """Build the learner, or this rank's part of it. Errors: BlobMissing, DigestMismatch;
-        ValueError if stored tensors do not fit.
+        """Build the learner, or this rank's part of it. ranks: None: one process on the CPU.
+        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit.
         """
         model = empty_model(self.architecture, self.weights.dtype)
         if self.adapter is not None:
@@ -98,7 +98,7 @@ class LearnerPlan:
 
 
 def fill(ranks: ProcessGroup, network: nn.Module, stored: StoredTensors) -> None:
-    """Load this rank's parameters of a whole network. Errors: see `LearnerPlan.build`."""
+    """Load this rank's part of all parameters of a network. Errors: see `LearnerPlan.build`."""
     tensors = weights_of(network)
     stored.require_fit(tensors)
     ranks.load(tensors, stored)

@@ -50,7 +50,7 @@ class Adapter:
 
     @property
     def policy(self) -> StoredTensors:
-        """Merged weights of the adapted model; the frozen weights if no matrices are stored."""
+        """References to the merged weights; to the frozen ones if no matrices are stored."""
         if self.stored is None:
             return self.base
         stored = self.stored
@@ -89,8 +89,8 @@ class Adapter:
         }
 
     def new_matrices(self, like: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, float32 values) for each matrix of `like`, by name. `lora_A` is drawn from
-        the seed, distributed as in peft; `lora_B` is zero: the adapter changes nothing yet.
+        """Yield (name, new float32 values) for each matrix of `like`, in order of names. `lora_A`
+        is drawn from the seed, distributed as in peft; `lora_B` is zero, so nothing changes yet.
         """
         draw = torch.Generator().manual_seed(self.seed)
         for name in sorted(like):
@@ -149,7 +149,7 @@ def write_adapter(
     matrices: Mapping[str, Tensor],
     base_name: str | None = None,
 ) -> None:
-    """Write an adapter's files in peft's format, for `PeftModel.from_pretrained` and vLLM.
+    """Write adapter_config.json and adapter_model.safetensors as peft does; vLLM loads them, too.
     settings: `Adapter.settings`; base_name: of the base model, None if no name can load it.
     """
     from peft import LoraConfig as PeftConfig
@@ -191,7 +191,7 @@ def merged_weights(
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Switch the adapter off in a block: the model computes with its frozen weights alone."""
+    """Switch a model's adapter off in a block: it computes with its frozen weights alone."""
     layers = _layers(model)
     for layer in layers:
         layer.set_scale(NAME, 0.0)

@@ -46,7 +46,7 @@ def published_architecture(config: ModelConfig, *, local_only: bool = False) -> 
 
     local_only: read folders and the Hub's cache only, without network access.
     Errors: ConfigError if there is none, if a folder has no safetensors or a damaged file, if the
-    architecture is not supported or has fewer positions than `config.context_tokens`; as
+    architecture is not supported or has fewer positions than `config.context_tokens`; those of
     `read_architecture`.
     """
     from transformers import PretrainedConfig
@@ -166,7 +166,6 @@ def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
 
 def require_whole(folder: Path) -> None:
     """Check the small files of a folder and the headers of its weights, as far as they are there.
-
     Errors: ConfigError for a Git LFS pointer, a damaged file, or a missing one named by the index.
     """
     for name in sorted(SMALL_NAMES):

@@ -126,8 +126,8 @@ def attend_padded(
     """Compute attention of R sequences, padded to T queries and L keys. Result: [R, H, T, D].
 
     query [R, H, T, D]; key, value [R, KV, L, D]; mask: bool, broadcast to [R, 1, T, L], true where
-    a token may look; None: causal (L = T), not with a softcap. variant: its scaling and softcap
-    apply; its window is ignored, so the mask must exclude the keys outside it.
+    a token may look; None: causal, only for L = T and no softcap. variant: scaling and softcap
+    apply. The window is ignored, so the mask must exclude the keys outside it.
     """
     if is_emulated(query):  # float32 takes a quarter to half of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
@@ -175,7 +175,9 @@ def has_kernel(query: Tensor, variant: Variant) -> bool:
 
 
 def within_window(mask: Tensor, query_position: Tensor, window: int | None) -> Tensor:
-    """Return mask [..., T, L] without keys `window` or more before the query; None: unchanged."""
+    """Return a copy of mask [..., T, L] that is false for keys `window` or more before the query;
+    the mask itself if window is None. query_position: [..., T] index of a query among the keys.
+    """
     if window is None:
         return mask
     keys = torch.arange(mask.shape[-1], device=mask.device)
@@ -192,7 +194,6 @@ class PackedSequences:
 
     def __init__(self, starts: Tensor, shared: Sequence[int] | None = None) -> None:
         """Compute indices and positions.
-
         starts: [B + 1] int; sequence b is tokens starts[b]:starts[b + 1], N in all.
         shared: [B] length of the prefix that each sequence shares with the one before it (see
         `Prefixes`), so that M <= N tokens are computed. None: all N are.

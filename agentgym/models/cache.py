@@ -34,8 +34,8 @@ class KeyValueCache:
         like: Tensor,
     ) -> None:
         """Begin with an empty cache.
-
-        num_slots, context_tokens: upper limits. like: any tensor of the cache's dtype and device.
+        num_slots, context_tokens: maxima, which callers must not exceed. like: any tensor of the
+        cache's dtype and device.
         """
         self._most = (num_slots, context_tokens)
         self._num_layers, self._head = num_layers, (num_kv_heads, head_dim)
@@ -102,7 +102,6 @@ class CachedRows:
         self, cache: KeyValueCache, slots: list[int], cached: list[int], new: list[int]
     ) -> None:
         """Reserve room in the cache and group the R sequences by length.
-
         slots, cached, new: [R] slot of each sequence, number of its cached and of its new tokens.
         """
         cache.reserve(max(slots) + 1, max(map(operator.add, cached, new)))
@@ -154,7 +153,6 @@ class _SlotGroup:
 
     def __init__(self, sequences: Tensor, *, num_new: int, length: int) -> None:
         """Compute the padded indices and the mask.
-
         sequences: [4, R], the slot of each, its start in the packed tokens, and its numbers of
         cached and of new tokens; num_new, length (T, L): the largest number of new tokens and of
         all tokens of a sequence.

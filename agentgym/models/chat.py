@@ -30,7 +30,7 @@ Conversation = list[dict[str, str]]
 
 
 class ChatRenderer:
-    """Renders conversations exactly as the tokenizer's own chat template would.
+    """Renderer of conversations as token ids, exactly as the tokenizer's own chat template would.
 
     A template may rewrite history: strip thoughts of earlier turns, number turns, ... Ids appended
     turn by turn then differ from the ids of the whole conversation. If `chat.history` is append
@@ -46,7 +46,6 @@ class ChatRenderer:
         eos_ids: Iterable[int] = (),
     ) -> None:
         """Analyze the chat template.
-
         tokenizer: a fast transformers tokenizer whose chat template ends a turn with a special
         token. eos_ids: the model's stop tokens, in addition to that token and the tokenizer's.
         """
@@ -162,8 +161,9 @@ _REASON = "Thought: 12 + 3?\n\nAction: "
 
 
 def _probe(count: int, before: str = "", system: str = "", user: str = "{}") -> Conversation:
-    """Make a conversation of `count` (odd) messages; the first and the last are a user's.
-    before: text at the beginning of each action. user: text around each observation, the {}.
+    """Make a conversation of `count` (odd) messages, the first and the last a user's, after the
+    instructions `system`, if any. before: text at the beginning of each action. user: format of
+    each observation, with {} for its text.
     """
     roles = zip(itertools.cycle(_ROLES), _CONTENTS[:count], strict=False)
     messages = [
@@ -191,7 +191,7 @@ class Turns:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, controls: re.Pattern[str] | None
     ) -> None:
-        """Render the probes and derive the texts around their messages.
+        """Render probe conversations and derive the texts around their messages.
         controls: matches the control tokens; None if the tokenizer has none.
         """
         self._controls = controls
@@ -251,7 +251,7 @@ class Turns:
         return self._blanks + action
 
     def written(self) -> set[str]:
-        """Return the control tokens in the rendered probes: the template's own, and of thoughts."""
+        """Return the control tokens that occur in the template's texts of the probes."""
         return {
             token
             for text in self._texts.values()

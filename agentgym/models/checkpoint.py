@@ -91,14 +91,14 @@ class Checkpoint:
         return {ARCHITECTURE: self.architecture.encode(), TOKENIZER: self.tokenizer_json}
 
     def snapshot(self) -> Snapshot:
-        """Return the model's weights, whole, as `model.safetensors` of a commit to be written."""
+        """Return the model's weights, whole, not copied, as `model.safetensors` of a new commit."""
         return Snapshot({WEIGHTS: TensorFile.of(weights_of(self.model))})
 
 
 def new_checkpoint(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig = DEFAULT_CHAT
 ) -> Checkpoint:
-    """Make a checkpoint of a model and its tokenizer; `chat` is stored with the tokenizer.
+    """Make a checkpoint of a model and tokenizer, not copied. chat: stored with the tokenizer.
     Errors: ValueError if the chat template cannot be extended turn by turn.
     """
     files = tokenizer_files(tokenizer)
@@ -132,7 +132,9 @@ def load_checkpoint(store: RunStore, manifest: Manifest) -> Checkpoint:
 def stored_checkpoint(
     architecture: str, tokenizer_json: bytes, weights: StoredTensors, adapter: Adapter | None = None
 ) -> Checkpoint:
-    """Make a checkpoint of stored weights. Errors: ValueError if the tokenizer is not supported."""
+    """Make a checkpoint of stored weights. architecture, adapter: see `Checkpoint`.
+    Errors: ValueError if the tokenizer is not supported.
+    """
     files, tokenizer = _stored_tokenizer(tokenizer_json)
     renderer = _renderer(tokenizer, files, architecture)
     return Checkpoint(tokenizer, renderer, architecture, tokenizer_json, weights, adapter)
@@ -215,7 +217,7 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
 
 def adapter_for(store: RunStore, manifest: Manifest, lora: LoraConfig, seed: int) -> Adapter:
     """Return the adapter in a commit, whatever `lora` is; without one, a new adapter on top of the
-    commit's weights. Errors: as `adapter_of`; ConfigError as `chosen_modules`.
+    commit's weights, drawn from `seed`. Errors: as `adapter_of`; ConfigError as `chosen_modules`.
     """
     adapter = adapter_of(store, manifest)
     if adapter is not None:

@@ -31,7 +31,7 @@ DECODED = 2  # last tokens of each sequence, which the engine decodes one by one
 WINDOW = 7  # tokens of a sliding window during the check, so that it matters on short sequences
 HALF = (torch.bfloat16, torch.float16)
 
-# Nats between log-probabilities, in float32 arithmetic. Correctly computed families show at most
+# Nats between log-probabilities, in float32 arithmetic. Correctly computed models show at most
 # 1e-4, SmolLM2-135M 7e-5; the mildest wrong mask so far, a dropped window of Qwen2-MoE, shows 0.1.
 FORWARD = 1e-3
 # Limit in half precision, nats per token from the model's own eager attention: a floor, and a
@@ -62,7 +62,6 @@ def require_faithful(model: PreTrainedModel) -> None:
     The architecture is judged in float32 arithmetic for any dtype of the weights: a wrong mask
     is then visible and rounding is not. Weights in half precision are then run in their dtype,
     and may differ about as much as two of the model's own attentions.
-    Errors: ValueError that names the model and the unsupported feature, or the difference.
     """
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
     for reason in (*unsupported(model.config), *_beside_parameters(model)):
@@ -114,8 +113,8 @@ def _widened(value: Any) -> Any:
 
 @contextmanager
 def _short_windows(model: PreTrainedModel) -> Iterator[None]:
-    """Set every sliding window to WINDOW tokens in a block: in the configuration, from which a
-    family may build its masks, and in the layers, which pass it to the attention.
+    """Set every sliding window to WINDOW tokens in a block: in the configuration, from which the
+    model's code may build masks, and in the layers, which pass it to the attention.
     """
     holders = [model.config.get_text_config(decoder=True), *model.modules()]
     before = [

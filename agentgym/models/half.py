@@ -24,8 +24,8 @@ def is_emulated(tensor: Tensor) -> bool:
 
 
 def widen_linear_layers(model: nn.Module) -> None:
-    """Let linear layers compute in float32 if the processor has no fast half precision.
-
+    """Let a model's linear layers compute in float32 if the CPU has no fast half precision: change
+    the class of each `nn.Linear` in place.
     This applies to weights of half precision on a CPU without AVX-512, on which torch's own kernel
     takes eight times as long. Weights and results keep their dtype. As in native kernels, products
     are summed in float32 and rounded once.

@@ -244,7 +244,7 @@ def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
 
 def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
-    """Return ConfigError if the family knows only its own attentions, else `error` itself."""
+    """Return ConfigError if `error` is that the model does not know RAGGED, else `error` itself."""
     if error.args != (attention.RAGGED,):
         return error
     return ConfigError(
@@ -254,12 +254,12 @@ def _without_interface(config: PretrainedConfig, error: KeyError) -> Exception:
 
 
 def weights_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters by name, detached; a tied tensor appears once, under the name that owns it."""
+    """Parameters by name, detached, not copied; a tied tensor once, under its first name."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 def load_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Copy weights into the model's parameters, all or none.
+    """Copy weights into the model's parameters, all or none; other dtypes are converted.
     Errors: ValueError naming parameters that are missing, unknown or of another shape.
     """
     parameters = dict(model.named_parameters())
@@ -301,7 +301,7 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Write a tokenizer's files. Errors: ValueError for a file that no tokenizer has."""
+    """Write a tokenizer's files, all or none. Errors: ValueError for a file no tokenizer has."""
     for name in files:
         if name not in TOKENIZER_NAMES:
             raise ValueError(
@@ -356,7 +356,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter by `change(tensor)`; a parameter of several layers stays shared."""
+    """Replace each parameter by `change(tensor)`, in place; one of several layers stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):

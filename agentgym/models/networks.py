@@ -63,11 +63,9 @@ class PolicyNet(nn.Module):
     def __init__(
         self, model: PreTrainedModel, head_chunk_tokens: int = 4_096, *, share_prefixes: bool = True
     ) -> None:
-        """Wrap a model.
-
-        model: a causal language model built with RAGGED attention; head_chunk_tokens: action
-        tokens whose logits exist at one time, in the backward, too; share_prefixes: compute the
-        common prefix of neighboring sequences once.
+        """Wrap a model, not copied: a causal language model with RAGGED attention, else ValueError.
+        head_chunk_tokens: action tokens whose logits exist at one time, in the backward, too.
+        share_prefixes: compute the common prefix of neighboring sequences once.
         """
         super().__init__()
         require_ragged(model)
@@ -115,10 +113,8 @@ class ValueNet(nn.Module):
     """The critic: a body like the policy's and a linear head that begins at zero."""
 
     def __init__(self, model: PreTrainedModel, *, share_prefixes: bool = True) -> None:
-        """Wrap a model and add a value head.
-
-        model: a separate causal language model, whose output head is not used; share_prefixes: as
-        for `PolicyNet`.
+        """Wrap a model's decoder, not copied, and add a value head. model: a separate causal
+        language model, whose output head is not used. share_prefixes: as for `PolicyNet`.
         """
         super().__init__()
         require_ragged(model)
@@ -170,8 +166,9 @@ def blocks(network: nn.Module) -> list[nn.Module]:
 
 
 def compile_blocks(network: nn.Module, backend: str) -> None:
-    """Compile each block at its first forward, for any number of tokens.
-    Call it before sharding, so that the gathering of weights is not compiled.
+    """Let torch.compile compile each block, with `backend`, at its first forward, for any number of
+    tokens; our attention stays uncompiled. Call it before sharding, so that the gathering of
+    weights is not compiled.
     """
     leave_uncompiled()
     for block in blocks(network):

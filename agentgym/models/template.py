@@ -37,10 +37,9 @@ def render(
     tokenizer: Any, conversations: Sequence[Conversation], variables: dict[str, bool]
 ) -> tuple[list[str | ValueError], bool]:
     """Render each conversation with the tokenizer's chat template, with the generation prompt
-    if its last message is a user's. variables: passed to the template.
-
+    if its last message is a user's. variables: passed to the template, except to CHAT_TEMPLATE.
     Result: (texts in order, a ValueError in place of one that the template refuses; True if the
-    template asked for the date, and got TODAY). It is the same on every day and in every process.
+    template asked for the date, and got TODAY), the same on every day and in every process.
     Errors: ValueError if the template exceeds a limit or its process fails.
     """
     if tokenizer.chat_template == CHAT_TEMPLATE:

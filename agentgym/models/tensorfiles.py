@@ -57,10 +57,12 @@ class Part:
 
 
 class TensorFile:
-    """A safetensors file to be written: its header and tensors, in memory; a store's `Content`."""
+    """A safetensors file to be written: header and tensors, in memory. A `Content` for a store."""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """Order the parts and build the header. Errors: ValueError for an unsupported dtype."""
+        """Order the parts, without a copy, and build the header. parts: by tensor name.
+        Errors: ValueError for a dtype that is not in DTYPES.
+        """
         for name, part in parts.items():
             if part.tensor.dtype not in DTYPE_NAMES:
                 raise ValueError(
@@ -213,7 +215,8 @@ class StoredTensors:
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
         """Fill `rows` [n, ...] in place, on any device, with a tensor's rows from `first_row` on.
-        Errors: BlobMissing; ValueError if shape or dtype do not match or rows are out of range.
+        The digest is not verified. Errors: BlobMissing; KeyError for an unknown name; ValueError if
+        shape or dtype do not match or rows are out of range.
         """
         stored = self.tensors[name]
         target = rows.reshape(1) if rows.ndim == 0 else rows
@@ -233,7 +236,7 @@ class StoredTensors:
                 self._fill(part.file, start, target[begin - first_row : end - first_row])
 
     def pieces(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of a whole tensor, in order, in pieces of at most PIECE_BYTES."""
+        """Yield a tensor's bytes, in order, unverified, in pieces of at most PIECE_BYTES."""
         stored = self.tensors[name]
         for part in stored.parts:
             end = part.start + part.num_rows * stored.row_bytes
@@ -332,7 +335,8 @@ class StoredTensors:
 
 def export_tensors(stored: StoredTensors, folder: Path, max_bytes: int) -> None:
     """Write whole tensors into an existing folder: as `model.safetensors` if that has at most
-    `max_bytes`, else as several files and their index, named as on the Hugging Face Hub.
+    `max_bytes`, else as several files and their index, named as on the Hugging Face Hub. The
+    digests are not verified.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -387,7 +391,7 @@ def file_name(name: str, rank: int, size: int) -> str:
 
 def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
     """Return the files of one kind of tensors, in the order of ranks; () if the commit has none.
-    Errors: ValueError if one of several files is missing.
+    name: for example `model.safetensors`. Errors: ValueError if one of several files is missing.
     """
     if name in manifest.blobs:
         return (name,)
@@ -427,7 +431,8 @@ class Snapshot:
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
         """Write the files into a step's folder, for a commit by the holder of the step's lease.
-        Return file -> blob. Errors: StoreFull, StoreNotHere.
+        place: the store. step, key: of the step. Return file -> blob.
+        Errors: StoreFull, StoreNotHere.
         """
         store = place.visit(step, key)
         return {name: store.add(step, key, file) for name, file in self.files.items()}

@@ -37,11 +37,10 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """Load a tokenizer that follows its tokenizer.json.
 
-    source: a folder or a repository of the Hub; name: of the model, for messages.
+    source: a folder or a repository of the Hub, at `revision`. name: of the model, for messages.
     For many classes that tokenizer_config.json may declare, transformers rebuilds the rules that
     split text, and a model would read other ids than it was trained with. So the declared class is
     used only if it follows tokenizer.json or there is none; else PreTrainedTokenizerFast, logged.
-
     Errors: ConfigError if no tokenizer can be loaded that follows its tokenizer.json.
     """
     from tokenizers import Tokenizer
@@ -201,7 +200,9 @@ class PieceTokenizer:
         return tuple(ids)
 
     def _encoding(self, text: str) -> Encoding:
-        """Encode as the tokenizer's own call does, in a quarter of the time."""
+        """Encode as the tokenizer's own call does, in a quarter of the time. Truncation and padding
+        that an earlier call set are switched off.
+        """
         backend: Tokenizer = self._tokenizer.backend_tokenizer
         if backend.truncation or backend.padding or backend.encode_special_tokens:
             backend.no_truncation()  # an earlier call with other options has set it

@@ -53,7 +53,6 @@ Place = tuple[str, int] | Path  # where processes meet: host and port, or a file
 
 def weights_digest(weights: Mapping[str, Tensor], like: str = "") -> str:
     """Return a digest of weights.
-
     For tensors in host memory this is the sha256 of the safetensors file that holds them. For
     tensors on a GPU it is made of sums that the GPU computes; a CPU computes the same ones.
     like: the digest to compare with, which decides the kind; "": the tensors' device decides.
@@ -113,7 +112,9 @@ def _factors(count: int, streams: tuple[int, ...], device: torch.device) -> Tens
 
 
 def require_arrived(arrived: str, sent: str, version: int, where: str) -> None:
-    """Raise EngineMismatch unless both digests are equal. where: the receiver, for the error."""
+    """Raise EngineMismatch unless both digests are equal.
+    version, where: version of the weights and name of the receiver, for the error.
+    """
     if arrived != sent:
         raise EngineMismatch(
             f"weights version {version} arrived at {where} with digest {_short(arrived)}, sent was"
@@ -212,7 +213,6 @@ def shapes_of(layout: Mapping[str, tuple[str, Sequence[int]]]) -> dict[str, Tens
 @dataclass(frozen=True)
 class FromProcess:
     """A `Delivery` from another process of this machine. It has plain values alone, no tensors.
-
     The weights lie in a safetensors file that the sender holds open, or in a GPU's memory.
     """
 
@@ -226,12 +226,14 @@ class FromProcess:
     def written(
         cls, path: Path, weights: Mapping[str, Tensor], digest: str, version: int
     ) -> FromProcess:
-        """Write weights to a file; return the delivery that names it."""
+        """Write weights to a file; return the delivery that names it. digest: of the weights."""
         write_weights(path, weights)
         return cls(digest, version, layout_of(weights), str(path))
 
     async def weights(self) -> dict[str, Tensor]:
-        """Return a copy. Errors: EngineMismatch; RuntimeError if the driver refuses the handles."""
+        """Return a copy by name, on the GPU if they are shared there, else on the CPU.
+        Errors: EngineMismatch; RuntimeError if the driver refuses the handles.
+        """
         return await asyncio.to_thread(self._read)
 
     def _read(self) -> dict[str, Tensor]:
@@ -246,8 +248,8 @@ class FromProcess:
 
 class HandOver:
     """Sender of weights to another process of this machine: on the GPU, else in the host's memory.
-
-    If the receiver cannot open the GPU's memory, these and later weights go through the host's.
+    If the receiver cannot open the GPU's memory, these and later weights go through the host's,
+    with a warning in the log.
     """
 
     def __init__(self) -> None:
@@ -280,7 +282,6 @@ class HandOver:
 @dataclass(frozen=True)
 class Broadcast:
     """A `Delivery` by collective broadcast, as one process of the group takes part in it.
-
     Every value is plain, so that it can be sent as JSON.
     """
 
@@ -304,7 +305,9 @@ class Broadcast:
         return received
 
     def receive(self, device: torch.device) -> dict[str, Tensor]:
-        """Receive the weights on a device; return them in host memory. Errors: TransportBroken."""
+        """Receive the weights on a device; return them, unverified, in host memory.
+        Errors: TransportBroken.
+        """
         received: dict[str, Tensor] = {}
         with self._group(None) as broadcast:
             for name, (dtype, shape) in sorted(self.layout.items()):
@@ -314,8 +317,8 @@ class Broadcast:
         return received
 
     def send(self, weights: Mapping[str, Tensor], device: torch.device, meeting: Any) -> None:
-        """Send the weights, each through `device`. meeting: the store of `serve`; None if the
-        processes meet in a file. Errors: TransportBroken.
+        """Send the weights, moved to `device` one by one. meeting: the store of `serve`; None if
+        the processes meet in a file. Errors: TransportBroken.
         """
         with self._group(meeting) as broadcast:
             for name in sorted(self.layout):
@@ -378,7 +381,7 @@ def layout_of(weights: Mapping[str, Shaped]) -> dict[str, tuple[str, tuple[int, 
 
 def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple[str, int]]:
     """Serve a TCP store at which `size` processes meet, on a free port of this address only.
-    Return (store, (host, port)).
+    Return (store, (host, port)). timeout: of each operation of the store.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
@@ -416,7 +419,9 @@ def interface_of(address: str) -> str:
 
 
 def use_interface_of(address: str) -> None:
-    """Make gloo and NCCL use the interface with this address, unless their variables are set."""
+    """Set the environment variables by which gloo and NCCL choose an interface to the one with this
+    address. Variables that are set already are kept. Without such an interface nothing is set.
+    """
     name = interface_of(address)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
         os.environ.setdefault(variable, name)
