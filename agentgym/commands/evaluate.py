@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that `request_of` reads. The command and the flow have them in common."""
+    """Add the options of an evaluation, which `request_of` reads. Command and flow share them."""
     command.add_argument(
         "--env", action="append", default=[], metavar="NAME", help="may be repeated"
     )
@@ -231,7 +231,7 @@ def told(evaluated: Evaluated) -> dict[str, Any]:
 
 
 def pointer(evaluated: Evaluated) -> dict[str, Any]:
-    """Return the pointer that DVC tracks: `manifest` (step, key, digest) and `results`."""
+    """Return the pointer that DVC tracks: {manifest: [{step, key, digest}], results: {...}}."""
     manifest = evaluated.manifest
     identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest}
     return {"manifest": [identity], "results": manifest.results}

@@ -421,7 +421,7 @@ def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
-    """Return True if a live step that MLflow does not know yet builds on a result of this run."""
+    """Return True if a running step that MLflow does not know yet builds on a step of this run."""
     live = {digest for holder in store.holders() for digest in holder.parents}
     digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
     return bool(digests & live)

@@ -129,7 +129,7 @@ class Tracker:
     def evaluation_run(
         self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Find or create an evaluation's run by the result's digest. Return the run's id."""
+        """Find or create an evaluation's run by `find_or_create` with its digest. Return the id."""
         identity = {"evaluation_key": digest, "kind": "evaluation"}
         return self.find_or_create(f"{title} {digest[:8]}", identity, params, tags)
 
@@ -307,7 +307,7 @@ class Tracker:
         return None
 
     def find_run(self, tags: Mapping[str, str]) -> str | None:
-        """Return the id of the oldest run, not deleted, with these tags; None without one."""
+        """Return the id of the experiment's oldest run with these tags; None without one."""
         run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 

@@ -307,7 +307,7 @@ def _span(
     more: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a span for `mlflow.entities.Span.from_dict`; attributes are JSON texts.
-    ids: of trace, span and parent. times: begin and end, ns. texts: inputs and outputs.
+    ids: trace, span, parent. times: begin, end, ns. texts: inputs, outputs. more: attributes.
     """
     trace_id, span_id, parent_id = ids
     values = (f"tr-{trace_id}", kind, *texts)

@@ -162,7 +162,6 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
     """Yield (name, content) of a bundle's files: pages of a query's episodes that need no server.
-
     `index.html` lists at most MOST_PAGES episodes; each has a page and its stored pictures.
     """
     steps = viewer.bodies.steps()
