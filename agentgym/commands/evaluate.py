@@ -142,7 +142,7 @@ def run_meant(policy: str) -> str:
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """Return the request for an evaluation from parsed arguments. Errors: ConfigError."""
+    """Return the request for an evaluation from arguments of `add_options`. Errors: ConfigError."""
     from pydantic import ValidationError
 
     from agentgym.config import first_line
@@ -262,6 +262,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
     """Yield a line with the report's file and, for a complete and valid result, one on comparing
     it: a command with the newest result of the same identity, or a hint if there is none.
+    options: text that is added to the command, so that it finds the results.
     """
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences

@@ -357,8 +357,8 @@ def _parse_mark(text: str) -> tuple[int, str]:
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
     """End every MLflow run of this store's steps that is RUNNING without a process.
 
-    Runs of kinds WRITTEN_AT_ONCE, and pipelines without a RUNNING step, are ended only once they
-    are older than a lease lasts.
+    Runs of kinds WRITTEN_AT_ONCE, of any store, and pipelines without a RUNNING step are ended only
+    once they are older than a lease lasts.
     Result: MLflow run id -> reason. If the ledger fails, a warning is logged and the result is {}.
     """
     if has_file(cfg) and first_row(cfg, RUNNING) is None:

@@ -106,7 +106,7 @@ def table_of(store: RunStore, manifest: Manifest) -> bytes:
 
 
 def table_tags(paths: Iterable[str]) -> dict[str, str]:
-    """Return the tags of a run for which MLflow's UI opens these artifacts as tables."""
+    """Return the tag of a run that makes MLflow's UI open these artifacts as tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
 
 

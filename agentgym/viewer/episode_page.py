@@ -114,7 +114,7 @@ def episode_page(
 
     overlay: one of OVERLAYS, ignored if the episode lacks its numbers, or empty.
     first: number of the first turn that is shown, from 1. max_turns: the most that are shown.
-    listed: query of the list that the page was opened from. words: to mark; empty: the query's.
+    listed: query of the list that the page was opened from. words: to mark; empty: that query's.
     Errors: BadQuery for an unknown overlay or a bad query.
     """
     episode = entry.episode

@@ -91,7 +91,7 @@ def has_login(headers: Headers, *known: bytes) -> bool:
 
 
 def after_login(host: str) -> Response:
-    """Return a redirect to / by an absolute URL without a login: fetch() rejects one with it."""
+    """Return a redirect to http://HOST/ without a login, as fetch() rejects URLs that have one."""
     return RedirectResponse(f"http://{host}/", 303)
 
 

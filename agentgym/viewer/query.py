@@ -378,5 +378,5 @@ def _number(sort: str, text: str) -> float | str:
 
 def _key(query: Query, row: sqlite3.Row) -> str:
     """Return a row as `value~id` of the query's order, for `Query.after` and `Query.before`."""
-    value = -1e300 if row[query.sort] is None else row[query.sort]  # as SORTS has it
+    value = -1e300 if row[query.sort] is None else row[query.sort]  # as in SORTS
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"

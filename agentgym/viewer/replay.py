@@ -76,7 +76,7 @@ class Servers:
         options; it continues to run until `end_idle` or `close`.
 
         expert: the server must also give expert actions.
-        Errors: Missing if the owner did not configure these options, or the server does not start.
+        Errors: Missing, as for `known`, or if the server does not start.
         """
         # options from a store must not open anything the owner did not configure
         env = self.known(env)
@@ -95,7 +95,7 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints, to be served on this machine.
+        """Return the environment with the owner's endpoints or none, to be served on this machine.
         Errors: Missing if its options name addresses, paths or variables the owner's do not name.
         """
         try:
