@@ -46,7 +46,7 @@ RECORDS = "mlflow.agentgym.records"  # tag of a step's run: its last commit's `r
 PACKAGES = "packages.txt"  # artifact of a pipeline's run: the installed packages
 SHARE = 0.01  # maximum share of a run's time for deliveries
 MAX_WAIT_S = 60.0  # maximum age of the newest points in MLflow
-CURVE = (  # main metrics; the others are only in MLflow
+CURVE = (  # the main metrics, which `curve` returns; MLflow has all
     "sft/loss",
     "rollout/max_turns",
     "rollout/success",

@@ -58,7 +58,9 @@ class Tracker:
 
     @cached_property
     def client(self) -> Any:
-        """The MLflow client. First use takes seconds and creates a missing local database."""
+        """The MLflow client. First use takes seconds, sets environment variables, log levels,
+        and creates a missing local database.
+        """
         prepare_environment()
         from mlflow import MlflowClient
 

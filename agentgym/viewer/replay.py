@@ -95,7 +95,7 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints or none, to be served on this machine.
+        """Return the environment with the owner's endpoints, or none, to be served on this machine.
         Errors: Missing if its options name addresses, paths or variables the owner's do not name.
         """
         try:
