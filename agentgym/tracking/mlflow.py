@@ -309,7 +309,7 @@ class Tracker:
         return None
 
     def find_run(self, tags: Mapping[str, str]) -> str | None:
-        """Return the id of the experiment's oldest run with these tags; None without one."""
+        """Return the id of the experiment's oldest run, not deleted, with these tags, or None."""
         run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 

@@ -316,7 +316,7 @@ def _env(options: Any) -> EnvConfig | None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """Return name -> last value of a form's fields. Errors: HTTPException 413 for a large form."""
+    """Return name -> last value of a form's fields. Errors: HTTPException 413 beyond limits."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
