@@ -82,7 +82,7 @@ def add(commands: Commands) -> None:
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options that `request_of` reads. The command and the flow have them in common."""
+    """Add the options of an evaluation, which `request_of` reads. Command and flow share them."""
     command.add_argument(
         "--env", action="append", default=[], metavar="NAME", help="may be repeated"
     )
@@ -142,7 +142,7 @@ def run_meant(policy: str) -> str:
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """Return the request for an evaluation from parsed arguments. Errors: ConfigError."""
+    """Return the request for an evaluation from arguments of `add_options`. Errors: ConfigError."""
     from pydantic import ValidationError
 
     from agentgym.config import first_line
@@ -231,7 +231,7 @@ def told(evaluated: Evaluated) -> dict[str, Any]:
 
 
 def pointer(evaluated: Evaluated) -> dict[str, Any]:
-    """Return the pointer that DVC tracks: `manifest` (step, key, digest) and `results`."""
+    """Return the pointer that DVC tracks: {manifest: [{step, key, digest}], results: {...}}."""
     manifest = evaluated.manifest
     identity = {"step": manifest.step, "key": manifest.key, "digest": manifest.digest}
     return {"manifest": [identity], "results": manifest.results}
@@ -262,6 +262,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
     """Yield a line with the report's file and, for a complete and valid result, one on comparing
     it: a command with the newest result of the same identity, or a hint if there is none.
+    options: text that is added to the command, so that it finds the results.
     """
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences

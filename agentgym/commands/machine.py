@@ -52,7 +52,9 @@ def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _meaning(row: Setting) -> str:
-    """Return the description with what it leaves out of choices and example."""
+    """Return a setting's description, with the choices if it omits one, else with an example.
+    The example is left out if it is the default.
+    """
     missing = [choice for choice in row.choices if str(choice) not in row.description]
     choices = f"; one of {', '.join(map(str, row.choices))}" if missing else ""
     shows = row.example != row.default and not choices

@@ -142,7 +142,7 @@ def _lines(entry: Entry) -> list[str]:
 
 
 def _json(entry: Entry) -> dict[str, Any]:
-    """Return an entry of the history as JSON, without the outcomes of single episodes."""
+    """Return an entry in JSON types, with `moved` and `verdict`, without single outcomes."""
     tree = asdict(entry)
     if tree["decision"]:
         evidence = tree["decision"].get("evidence", {})

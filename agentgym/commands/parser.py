@@ -30,8 +30,9 @@ class Commands:
         overrides: bool = True,
         run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
-        """Add a command and return its parser. run: executes the command, returns its exit code.
-        params: it has `--params` for a parameter file; overrides: it has `--set` for single values;
+        """Add a command and return its parser, which has `--verbose`.
+        run: executes the command, returns its exit code.
+        params: add `--params` for a parameter file. overrides: add `--set` for single values.
         run_of: returns the run that the arguments name, or None; its settings come from the store.
         """
         command: argparse.ArgumentParser = self._commands.add_parser(name, help=help_text)

@@ -101,7 +101,7 @@ def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def own_token(folder: Path) -> str:
-    """Return the token that pages require; create its file if missing, so that links stay valid."""
+    """Return the login token, kept in `folder` so that links stay valid; create it if missing."""
     from agentgym.private import private_folder, write_private
 
     file = private_folder(folder) / "token"

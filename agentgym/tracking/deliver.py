@@ -46,7 +46,7 @@ RECORDS = "mlflow.agentgym.records"  # tag of a step's run: its last commit's `r
 PACKAGES = "packages.txt"  # artifact of a pipeline's run: the installed packages
 SHARE = 0.01  # maximum share of a run's time for deliveries
 MAX_WAIT_S = 60.0  # maximum age of the newest points in MLflow
-CURVE = (  # main metrics; the others are only in MLflow
+CURVE = (  # the main metrics, which `curve` returns; MLflow has all
     "sft/loss",
     "rollout/max_turns",
     "rollout/success",
@@ -82,7 +82,7 @@ def tracker_of(cfg: RunConfig) -> Tracker:
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
-    """Return the id of this configuration's MLflow run; create the run if it is missing."""
+    """Find or create the pipeline's run in MLflow, see `Tracker.parent_run`. Return its id."""
     return tracker_of(cfg).parent_run(
         run_key, params=cfg.semantic(), tags=run_tags(cfg, run_key), title=run_title(cfg)
     )
@@ -112,7 +112,7 @@ def episodes_page(run_key: str, step: str = "") -> str:
 
 
 def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) -> str:
-    """Return the id of a step's MLflow run below `parent_id`; create it, as `title`, if missing."""
+    """Find or create a step's MLflow run, named `title`, below `parent_id`. Return its id."""
     return tracker_of(cfg).child_run(
         parent_id, title, manifest.key, params=manifest.config, tags={"step": manifest.step}
     )
@@ -153,10 +153,11 @@ def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm
 
 
 class Paced:
-    """Callable that delivers a step's commits in about SHARE of the time, pausing up to MAX_WAIT_S.
+    """Callable that calls `deliver` with a step's commits, in about SHARE of the time.
 
-    A commit in a pause is left to the next delivery, unless it is the step's last. If MLflow is
-    unavailable, a warning is logged, and the next delivery includes the commit.
+    A commit in the pause after a delivery, up to MAX_WAIT_S, is left to the next delivery, unless
+    it is the step's last. If MLflow is unavailable, a warning is logged; the next delivery includes
+    the commit.
     """
 
     def __init__(self, deliver: Callable[[Manifest], None]) -> None:
@@ -185,10 +186,12 @@ def deliver_step(
     headline: bool,
     is_report: bool,
 ) -> None:
-    """Deliver a step's points to its run and, with `headline`, also to the pipeline's run.
+    """Deliver a step's points to its run, named `title`, and with `headline` to the pipeline's run.
 
-    Missing runs are created, stale ones are replaced. A finished step's run gets its page and
-    ends; with `is_report` the pipeline's run does, too. Errors: LedgerUnavailable.
+    Missing runs are created. If a run is stale, a warning is logged, the pipeline's run is ended as
+    superseded, and new runs are created.
+    A finished step's run gets its page and ends. With `is_report` the pipeline's run then gets the
+    step's files, the list of packages and a description, and ends, too. Errors: LedgerUnavailable.
     """
     with reaching(cfg.tracking_uri):
         tracker = tracker_of(cfg)
@@ -245,6 +248,8 @@ def deliver_comparison(
 ) -> None:
     """Deliver a comparison: a run with tables and figures, and below it a run per cell.
 
+    The run of each cell's pipeline is created if missing, tagged with the comparison, and ended.
+    key: identifies the comparison's run. cells: at least one; the first one's settings are used.
     tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
     Skipped if the state folder records that this ledger has these files. Repeats change nothing.
     """
@@ -352,9 +357,9 @@ def _parse_mark(text: str) -> tuple[int, str]:
 def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
     """End every MLflow run of this store's steps that is RUNNING without a process.
 
-    Runs of kinds WRITTEN_AT_ONCE, and pipelines without a RUNNING step, are ended only once they
-    are older than a lease lasts.
-    Result: MLflow run id -> reason. If the ledger cannot be reached, nothing is closed.
+    Runs of kinds WRITTEN_AT_ONCE, of any store, and pipelines without a RUNNING step are ended only
+    once they are older than a lease lasts.
+    Result: MLflow run id -> reason. If the ledger fails, a warning is logged and the result is {}.
     """
     if has_file(cfg) and first_row(cfg, RUNNING) is None:
         return {}
@@ -400,7 +405,7 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
-    """Return the end of a pipeline that has no RUNNING step; None while it may still continue."""
+    """Return the end of a pipeline without a RUNNING step; None if recent or of another store."""
     steps = _steps(tracker, run)
     if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
         return None  # the run belongs to another store
@@ -416,7 +421,7 @@ def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
-    """Return True if a live step that MLflow does not know yet builds on a result of this run."""
+    """Return True if a running step that MLflow does not know yet builds on a step of this run."""
     live = {digest for holder in store.holders() for digest in holder.parents}
     digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
     return bool(digests & live)

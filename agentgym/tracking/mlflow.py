@@ -39,12 +39,13 @@ ENDED = "ended"  # tag of a run that ended early: the reason
 class Tracker:
     """One experiment of an MLflow store.
 
-    Runs are identified by tags: a restarted process continues its run, with new tags and params.
+    Runs are identified by tags, so that a restarted process continues its run (`find_or_create`).
     """
 
     def __init__(self, uri: str, experiment: str, artifact_root: Path) -> None:
-        """Set the store, not yet opened: `sqlite:////absolute/path.db` or a server's URL.
-        Errors: ValueError for a relative path.
+        """Set the store, opened on first use. uri: `sqlite:////absolute/path.db` or a server's URL.
+        experiment: its name. artifact_root: artifacts' folder, used for a local database alone.
+        Errors: ValueError for a relative path of a database.
         """
         if uri.startswith("sqlite:") and not uri.startswith("sqlite:////"):
             raise ValueError(
@@ -57,7 +58,9 @@ class Tracker:
 
     @cached_property
     def client(self) -> Any:
-        """The MLflow client. First use takes seconds and creates a missing local database."""
+        """The MLflow client. First use takes seconds, sets environment variables, log levels,
+        and creates a missing local database.
+        """
         prepare_environment()
         from mlflow import MlflowClient
 
@@ -71,7 +74,9 @@ class Tracker:
 
     @cached_property
     def experiment_id(self) -> str:
-        """Id of the experiment, created if missing. Errors: LedgerError if it was deleted."""
+        """Id of the experiment, created if missing. First use updates its views and description.
+        Errors: LedgerError if it was deleted.
+        """
         from mlflow.exceptions import MlflowException
 
         experiment = self.client.get_experiment_by_name(self.experiment)
@@ -106,7 +111,7 @@ class Tracker:
     def parent_run(
         self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = ""
     ) -> str:
-        """Return the id of a pipeline's run, by `run_key`; create it, named by `title` and key."""
+        """Find or create a pipeline's run by `find_or_create`, named by `title`. Return its id."""
         identity = {"run_key": run_key, "kind": "pipeline"}
         return self.find_or_create(pipeline_name(title, run_key), identity, params, tags)
 
@@ -119,14 +124,14 @@ class Tracker:
         params: Mapping[str, Any],
         tags: Mapping[str, str],
     ) -> str:
-        """Return the id of a step's run below `parent_id`, by `step_key`; create it if missing."""
+        """Find or create a step's run below `parent_id` by `find_or_create`. Return its id."""
         identity = {"mlflow.parentRunId": parent_id, "step_key": step_key, "kind": "step"}
         return self.find_or_create(name, identity, params, tags)
 
     def evaluation_run(
         self, digest: str, title: str, *, params: Mapping[str, Any], tags: Mapping[str, str]
     ) -> str:
-        """Return the id of an evaluation's run, by `digest`; create the run if missing."""
+        """Find or create an evaluation's run by `find_or_create` with its digest. Return the id."""
         identity = {"evaluation_key": digest, "kind": "evaluation"}
         return self.find_or_create(f"{title} {digest[:8]}", identity, params, tags)
 
@@ -139,9 +144,10 @@ class Tracker:
         model_id: str | None = None,
         dataset: tuple[str, str] = ("", ""),
     ) -> None:
-        """Write points with their own timestamps, then the tags; repeats change nothing.
+        """Write points with their own timestamps to a run, then its tags. Repeats change nothing.
 
-        model_id: a logged model that gets the points, too; dataset: name and digest of its data.
+        model_id: a logged model that gets the points, too.
+        dataset: name and digest of the data that they were measured on; empty: not recorded.
         """
         from mlflow.entities import Metric, RunTag
 
@@ -172,7 +178,7 @@ class Tracker:
             self.client.delete_tag(run_id, ENDED)
 
     def close_run(self, run_id: str, status: str, reason: str) -> None:
-        """End a run whose process is gone; its tag `ended` has the reason until it continues."""
+        """End a run whose process is gone. Its tag `ended` is `reason` until the run continues."""
         self.set_tags(run_id, {ENDED: reason})
         self.end_run(run_id, status)
 
@@ -211,7 +217,7 @@ class Tracker:
         )
 
     def log_artifacts(self, run_id: str, files: Path | Mapping[str, bytes]) -> None:
-        """Log the files of a folder, or contents by name; existing files are replaced."""
+        """Log the files of a folder, or contents by relative path; replace existing files."""
         if isinstance(files, Path):
             self.client.log_artifacts(run_id, str(files))
             return
@@ -244,7 +250,7 @@ class Tracker:
             self.client.log_inputs(run_id, entities)
 
     def log_trace(self, trace: EpisodeTrace, run_id: str) -> None:
-        """Log an episode as a trace, with its success as feedback; repeats add no second trace."""
+        """Log an episode as a trace of a run, with its success as feedback. Repeats add none."""
         from mlflow.entities import Feedback, Span, TraceInfo, TraceLocation, TraceState
 
         success = Feedback("success", trace.success, trace_id=trace.trace_id)
@@ -270,7 +276,9 @@ class Tracker:
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
     ) -> str:
-        """Return the id of a checkpoint's logged model, by tag `step_key`; create it if missing."""
+        """Return the id of a checkpoint's logged model, by name and `tags["step_key"]`. Create it
+        if missing, as an output of the run, with these tags and params.
+        """
         if ready := self.ready_model(name, tags["step_key"]):
             return ready
         from mlflow.entities import LoggedModelOutput
@@ -301,7 +309,7 @@ class Tracker:
         return None
 
     def find_run(self, tags: Mapping[str, str]) -> str | None:
-        """Return the id of the oldest run, not deleted, with these tags; None without one."""
+        """Return the id of the experiment's oldest run, not deleted, with these tags, or None."""
         run = self._find_run(tags)
         return None if run is None else str(run.info.run_id)
 
@@ -325,7 +333,8 @@ class Tracker:
         tags: Mapping[str, str],
     ) -> str:
         """Return the id of the run with the tags `identity`; create it as `name` if missing.
-        Missing params and changed tags are added. A FAILED or KILLED run is set to RUNNING.
+        Set `tags`, and params that it lacks: an existing param keeps its value. A FAILED or KILLED
+        run becomes RUNNING and loses its tag `ended`.
         """
         run = self._find_run(identity)
         wanted = {key: plain(str(value)) for key, value in tags.items()}
@@ -385,7 +394,7 @@ def local_path(location: str) -> Path | None:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return parameters as MLflow stores them: dotted names and texts, cut at MAX_PARAM_CHARS."""
+    """Return nested parameters as dotted names, after `prefix`, and texts up to MAX_PARAM_CHARS."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         flat.update(

@@ -116,7 +116,7 @@ class SystemMetrics:
         psutil.cpu_percent()
 
     def read(self) -> dict[str, float]:
-        """Return `system/NAME` -> value since the last reading; empty within EVERY_S of it."""
+        """Return `system/NAME` -> value, CPU since the last reading; {} within EVERY_S of it."""
         now = self._clock()
         if now < self._due or now == self._read_at:
             return {}
@@ -224,9 +224,9 @@ def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
 
 
 def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
-    """Yield (alarm, whether its trouble begins there) for the alarms stored in these points.
+    """Yield (alarm, whether a trouble begins with it) for the alarms stored in these points.
 
-    A trouble that pauses for fewer than WINDOW points continues and does not begin again.
+    A trouble is a series of one rule's alarms. A pause of fewer than WINDOW points does not end it.
     """
     last: dict[str, int] = {}
     for index, point in enumerate(points):

@@ -24,11 +24,11 @@ REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
 
 class LedgerUnavailable(RuntimeError):
-    """Error if MLflow does not answer. Nothing is lost: the store has all points to deliver."""
+    """Error if MLflow is unreachable, busy or refuses. The store has all points to deliver."""
 
 
 def check_server(uri: str) -> None:
-    """Raise LedgerUnavailable if `uri` names a server that does not answer; databases pass."""
+    """Raise LedgerUnavailable if server `uri` does not answer. HTTP errors and databases pass."""
     if not uri.startswith(("http://", "https://")):
         return
     try:
@@ -43,10 +43,11 @@ def check_server(uri: str) -> None:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that identifies the ledger; for a server, its address alone.
+    """Return a text that identifies the ledger: for a server, its address and the experiment alone.
 
     For a local database the text changes if another file takes its place, if a run or the
-    experiment is deleted, or if a run is superseded. Empty if it cannot be read.
+    experiment is deleted, or if a run is superseded. It is empty if the database cannot be read or
+    does not have the experiment.
     """
     address = f"{cfg.tracking_uri} {cfg.experiment}"
     query = """
@@ -152,7 +153,7 @@ def _unavailable(uri: str, error: Exception) -> str:
 
 
 def import_client(uri: str) -> None:
-    """Import MLflow, and for a SQLite database its database modules, too.
+    """Set MLflow's environment variables and import it; for SQLite its database modules, too.
     Call it before rollouts begin: a later import would slow them down.
     """
     prepare_environment()
@@ -162,7 +163,7 @@ def import_client(uri: str) -> None:
 
 
 def make_database(path: Path, artifact_root: Path) -> None:
-    """Create MLflow's database if it is missing.
+    """Create MLflow's database at `path` if it is missing. artifact_root: artifacts' folder.
 
     It is created under another name and moved, so that it is there whole or not at all: SQLite
     does not undo table changes when their process is killed, and MLflow cannot repair half of them.
@@ -198,7 +199,7 @@ def make_database(path: Path, artifact_root: Path) -> None:
 
 @contextlib.contextmanager
 def _unsynced(path: Path) -> Iterator[None]:
-    """Switch off SQLite's disk syncs for this file: MLflow makes its tables in many commits."""
+    """Switch off SQLite's disk syncs of this file in the block, where MLflow commits often."""
     from sqlalchemy import event
     from sqlalchemy.engine import Engine
 

@@ -47,11 +47,11 @@ def register_model(
     tags: Mapping[str, str],
     step: int,
 ) -> str:
-    """Log a transformers model with its tokenizer and chat template, and register it.
+    """Log the transformers model in `model_dir`, with tokenizer, to a run; register it as `name`.
 
     alias: moved to this version; None: no alias is moved. step: optimizer step of the weights.
-    tags: must have `step_key`; a model is registered once per key, also after a kill at any point,
-    and a repeat only sets the tags.
+    tags: must have `step_key`; a model is registered once per key, also after a kill at any point.
+    A repeat only sets the tags and moves the alias.
     Result: the version. Errors: ValueError without `step_key`, or if the folder has no model.
     """
     from mlflow.exceptions import MlflowException
@@ -101,7 +101,7 @@ def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
 
 
 def all_versions(tracker: Tracker, name: str) -> list[str]:
-    """Return the numbers of a registered model's versions, at most 1000, in order."""
+    """Return the numbers of a registered model's versions, at most 1000, in ascending order."""
     versions = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
     return sorted((str(version.version) for version in versions), key=int)
 
@@ -117,7 +117,7 @@ def version_run(tracker: Tracker, name: str, version: str) -> str:
 
 
 def version_run_tags(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return the tags of the MLflow run that made a version; empty if either is missing."""
+    """Return the tags of the MLflow run that made a version; {} if version or run is missing."""
     with contextlib.suppress(LookupError), _found("its run"):
         if run_id := version_run(tracker, name, version):
             return dict(tracker.client.get_run(run_id).data.tags)
@@ -163,7 +163,7 @@ def created_ms(tracker: Tracker, name: str) -> int:
 
 @contextlib.contextmanager
 def _found(what: str) -> Iterator[None]:
-    """Turn MLflow's errors for a missing object into a LookupError."""
+    """Turn the block's MLflow errors for a missing or invalid object into LookupError(what)."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -195,7 +195,7 @@ def lasting_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return the `lasting_digests` MLflow has of a version; {} if none. Errors: LookupError."""
+    """Return a version's `lasting_digests` as MLflow has them, {} if none. Errors: LookupError."""
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
@@ -247,7 +247,7 @@ def fetch_version(
     has_digests: refuse a version that was registered without digests.
     committed: `lasting_digests` from the store, which writers to MLflow cannot change, to check the
     files by; None: they are checked by the digests that MLflow has, if any.
-    Errors: LookupError if there is no such version; ModelChanged.
+    Errors: LookupError if there is no such version; ModelChanged if a check fails.
     """
     from mlflow.artifacts import download_artifacts
 
@@ -275,7 +275,7 @@ def parse_model_uri(text: str) -> tuple[str, str]:
 
 
 def version_meant(tracker: Tracker, name: str, of: str) -> str:
-    """Return the version with the alias in `of`, or the number `of` itself. Errors: LookupError."""
+    """Return the version that has the alias if `of` is `@ALIAS`, else `of`. Errors: LookupError."""
     if not of.startswith("@"):
         return of
     version = alias_version(tracker, name, of[1:])
@@ -312,7 +312,7 @@ class ModelChanged(ValueError):
 
 
 def check_files(digests: Mapping[str, str], wanted: Mapping[str, str], what: str) -> None:
-    """Raise ModelChanged for the first file that differs, is missing or is unexpected."""
+    """Raise ModelChanged, naming `what`, unless both mappings of path -> sha256 are equal."""
     for path in sorted({*wanted, *digests}):
         if wanted.get(path) == digests.get(path):
             continue
@@ -376,7 +376,9 @@ def _log_model(
 def save_flavor(
     model_dir: Path, path: Path, record: Any, *, name: str, tags: Mapping[str, str]
 ) -> None:
-    """Save the model of `model_dir` at `path` in MLflow's transformers format, without network."""
+    """Save the model of `model_dir` at `path` in MLflow's transformers format, without network.
+    record: MLflow's `Model`, filled and saved with it. name, tags: for the model's card.
+    """
     import mlflow.transformers
     from huggingface_hub import ModelCard
     from mlflow.utils import requirements_utils
@@ -414,10 +416,10 @@ def save_flavor(
 
 
 def _load_tokenizer(model_dir: Path) -> Any:
-    """Load a folder's tokenizer by the class that the folder declares, if that is a generic one.
+    """Load a folder's tokenizer: a generic one if the folder declares that, else by AutoTokenizer.
 
-    AutoTokenizer would prefer the class of the model's family, which splits text in its own way:
-    our own tokenizer would return other ids.
+    AutoTokenizer alone would prefer the class of the model's architecture, which splits text in
+    its own way: our own tokenizer would return other ids.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -88,7 +88,7 @@ def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
 
 
 def is_replaceable(present: str, note: str, ours: str) -> bool:
-    """Return True if a note differs and the present one is missing, or ours by its sha256."""
+    """Return True if `note` differs from `present`, and that is empty or has the sha256 `ours`."""
     return present != note and (not present or sha256(present.encode()) == ours)
 
 

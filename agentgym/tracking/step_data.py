@@ -107,7 +107,7 @@ OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags not i
 
 @functools.cache
 def source_tags() -> dict[str, str]:
-    """Return tags with the program's name and, where known, git commit, its changes, and user."""
+    """Return tags with the program's name and, if known, git commit, uncommitted changes, user."""
     tags = dict(OURS)
     commit = _git("rev-parse", "HEAD")
     if commit:
@@ -306,7 +306,9 @@ def _span(
     texts: tuple[Mapping[str, Any], Mapping[str, Any]],
     more: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a span for `mlflow.entities.Span.from_dict`; attributes are JSON texts."""
+    """Return a span for `mlflow.entities.Span.from_dict`; attributes are JSON texts.
+    ids: trace, span, parent. times: begin, end, ns. texts: inputs, outputs. more: attributes.
+    """
     trace_id, span_id, parent_id = ids
     values = (f"tr-{trace_id}", kind, *texts)
     attributes = dict(zip(ATTRIBUTES, values, strict=True)) | dict(more)
@@ -332,5 +334,5 @@ def _name(episode: Trajectory, key: str) -> str:
 
 
 def _cut(text: str, max_chars: int = MAX_CHARS) -> str:
-    """Return a text's last `max_chars`, without control characters: some databases refuse these."""
+    """Return a text's last `max_chars`, after `...` if cut, with control characters escaped."""
     return plain(text if len(text) <= max_chars else f"... {text[-max_chars:]}")

@@ -41,6 +41,7 @@ def show_step(
     """Write the MLflow page of a finished step: its data, evaluation, traces and description.
 
     runs: MLflow runs of the pipeline and of the step; points: the points of the last commit.
+    title: begins the description. The data of a step that made the splits is the pipeline's, too.
     """
     parent_id, child_id = runs
     data = inputs_of(cfg, store, manifest)
@@ -105,7 +106,7 @@ def table_of(store: RunStore, manifest: Manifest) -> bytes:
 
 
 def table_tags(paths: Iterable[str]) -> dict[str, str]:
-    """Return the tags of a run for which MLflow's UI opens these artifacts as tables."""
+    """Return the tag of a run that makes MLflow's UI open these artifacts as tables."""
     return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
 
 
@@ -122,7 +123,7 @@ def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
 
 
 def outcomes_table(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table in MLflow's format: `columns`, and `data` with a row for each item."""
+    """Return a result's table in MLflow's format: `columns`, and `data` with a row per item."""
     return {
         "columns": ["item", "greedy", "samples solved", "samples"],
         "data": [
@@ -179,7 +180,9 @@ def note_of_pipeline(
 
 
 def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
-    """Return a comparison's description: `text`, cut to MAX_NOTE, and links to its figures."""
+    """Return a comparison's description: `text`, cut so that all fits MAX_NOTE, then its figures.
+    files: paths of the run's artifacts; those that end in .png are the figures.
+    """
     pictures = [
         f"![{path}](get-artifact?path={quote(path)}&run_uuid={run_id})"
         for path in sorted(files)

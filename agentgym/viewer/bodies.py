@@ -48,7 +48,7 @@ def address_of(row: sqlite3.Row, step: sqlite3.Row) -> str:
 
 
 class Bodies:
-    """Reader of stored episodes and of the tokenizers they were sampled with; it caches both."""
+    """Reader of stored episodes and of the tokenizers of their tokens. Both are cached."""
 
     def __init__(self, store: RunStore, index: Index) -> None:
         self._store, self._index = store, index
@@ -86,7 +86,6 @@ class Bodies:
 
     def read(self, rows: Sequence[sqlite3.Row]) -> Iterator[IndexedEpisode]:
         """Yield episodes in the order of `rows`; a file is read once for adjacent rows in it.
-
         Errors: DigestMismatch, BlobMissing, RecordError.
         """
         steps = self.steps()
@@ -99,7 +98,6 @@ class Bodies:
 
     def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
         """Return the tokenizer of a step's episodes; None if no commit has it any more.
-
         It is the one that an evaluation names, else the step's own, else its nearest ancestor's.
         """
         steps = list(self.steps().values())
@@ -152,7 +150,7 @@ class Bodies:
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Return a commit's verified file. Errors: KeyError, BlobMissing, DigestMismatch."""
+        """Return a commit's verified file. Errors: KeyError for no such file; see `read`."""
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()

@@ -138,6 +138,7 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
 def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
     """Yield a JSON line per episode: `address`, `stage` and the fields of its record.
     An episode that cannot be read has the keys `address` and `error` alone.
+    The order of `rows` is kept in chunks of CHUNK; within one, the lines are in the store's order.
     """
     for first in range(0, len(rows), CHUNK):
         # in the store's order, so that a file is read once
@@ -162,7 +163,6 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
     """Yield (name, content) of a bundle's files: pages of a query's episodes that need no server.
-
     `index.html` lists at most MOST_PAGES episodes; each has a page and its stored pictures.
     """
     steps = viewer.bodies.steps()

@@ -207,7 +207,6 @@ _LINE = re.compile(r"(?P<indent>\s*)\[(?P<id>\d+)\] (?P<role>\w+) (?P<rest>.*)")
 
 def accessibility(text: str) -> list[tuple[int, str, str, str]]:
     """Return the lines of a WebArena observation as (depth from 0 to 8, element's id, role, rest).
-
     A line that describes no element is returned whole as `rest`, with depth 0 and empty texts.
     """
     lines = []

@@ -112,8 +112,9 @@ def episode_page(
 ) -> dict[str, Any]:
     """Return the template context of an episode's page.
 
-    overlay: one of OVERLAYS or empty; first, max_turns: number of the first turn, and how many.
-    listed: query of the list that the page was opened from; words: to mark; empty: the query's.
+    overlay: one of OVERLAYS, ignored if the episode lacks its numbers, or empty.
+    first: number of the first turn that is shown, from 1. max_turns: the most that are shown.
+    listed: query of the list that the page was opened from. words: to mark; empty: that query's.
     Errors: BadQuery for an unknown overlay or a bad query.
     """
     episode = entry.episode
@@ -162,7 +163,7 @@ def episode_page(
 def turn_views(
     viewer: Viewer, entry: IndexedEpisode, overlay: str, numbers: range
 ) -> list[TurnView]:
-    """Return the views of these turns, numbered from 1; without tokens if `overlay` is empty."""
+    """Return views of the turns in `numbers` (from 1); without tokens if `overlay` is empty."""
     episode, shown = entry.episode, None
     if overlay:
         tokenizer = viewer.bodies.tokenizer(entry.step)

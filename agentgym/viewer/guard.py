@@ -37,7 +37,7 @@ CHALLENGE = {"WWW-Authenticate": 'Basic realm="agentgym", charset="UTF-8"'}
 
 
 class Guard:
-    """ASGI app that rejects requests without access and adds security headers to responses."""
+    """ASGI app that rejects requests of a wrong host, origin or login and adds security headers."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], port: int, token: str = "") -> None:
         """Guard `app` on a port.
@@ -91,7 +91,7 @@ def has_login(headers: Headers, *known: bytes) -> bool:
 
 
 def after_login(host: str) -> Response:
-    """Return a redirect to / by an absolute URL without a login: fetch() rejects one with it."""
+    """Return a redirect to http://HOST/ without a login, as fetch() rejects URLs that have one."""
     return RedirectResponse(f"http://{host}/", 303)
 
 
@@ -99,6 +99,7 @@ def is_foreign(method: str, headers: Headers, our_origin: str) -> bool:
     """Return True for a request that a browser sent on behalf of another site's page.
 
     A link that a person follows is not foreign, whichever page it is on.
+    our_origin: this server's, as in the Origin header, `http://HOST:PORT`.
     """
     if any(origin != our_origin for origin in headers.getlist("origin")):
         return True

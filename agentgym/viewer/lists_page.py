@@ -116,7 +116,7 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
-    """Return a row for each of the viewer's runs that has episodes, newest first."""
+    """Return a row per run of the viewer with episodes, newest first. steps: `Bodies.steps()`."""
     reader = viewer.index.reader
     counts: dict[int, list[tuple[str, int, int]]] = {}
     for step_id, env, _, _, status, _, _, _, n in viewer.lists.counts():

@@ -104,7 +104,7 @@ class Room:
         """Start a game and return it, with a session on the item and an environment server.
 
         player_name: YOU, or a policy as `agentgym evaluate` accepts it. Idle games are ended first.
-        Errors: ConfigError, also for too many games; Missing, EnvError, ValueError.
+        Errors: ConfigError, also if MAX_GAMES are open; Missing, EnvError, ValueError.
         """
         await self._make_room()
         cfg = self._cfg.model_copy(update={"env": env, "mix": ()})
@@ -281,9 +281,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """Return label -> environment to play on: the configured ones, those of runs, our own.
-
-    withheld: gets the reasons why environments of runs are not offered.
+    """Return label -> environment to play on: configured, of stored runs, and each published one.
+    withheld: list to which the reasons are added why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld
     by_label = {env.name: viewer.servers.known(env) for env in viewer.cfg.envs}
@@ -317,7 +316,7 @@ def _env(options: Any) -> EnvConfig | None:
 
 
 async def form_of(request: Request) -> dict[str, str]:
-    """Return a form's fields. Errors: HTTPException if it is too long or has too many fields."""
+    """Return name -> last value of a form's fields. Errors: HTTPException 413 beyond limits."""
     body = bytearray()
     async for piece in request.stream():
         body += piece

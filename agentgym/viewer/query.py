@@ -111,7 +111,7 @@ class Query:
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """Return the first page in this order, largest first; reversed if it is so already."""
+        """Return the first page sorted by `sort`, largest first; reversed if that is its order."""
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
@@ -207,7 +207,7 @@ class Lists:
         )
 
     def counts(self) -> list[tuple[Any, ...]]:
-        """Return a row per combination of FACET_COLUMNS' values; last, its number of episodes."""
+        """Return a tuple per combination of FACET_COLUMNS: its values, its number of episodes."""
         return self._counts(Query())[0]
 
     def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
@@ -235,7 +235,6 @@ class Lists:
 
     def _counts(self, query: Query) -> tuple[list[tuple[Any, ...]], bool]:
         """Count episodes by combination of facet values, ignoring the chosen facets.
-
         Result: (rows of FACET_COLUMNS' values and a count, whether a search reached MOST_MATCHES).
         """
         stamp = self._index.stamp
@@ -258,7 +257,7 @@ class Lists:
 
 
 def _values(facet: str, row: tuple[Any, ...], steps: Mapping[int, Any]) -> tuple[str, ...]:
-    """Return a row's values of a facet, as they appear in a URL."""
+    """Return a facet's values, as in a URL, for a row of `Lists._counts`. steps: `Lists._steps`."""
     if facet in ("run", "stage"):
         name, runs = steps.get(row[0], ("", ()))
         return runs if facet == "run" else (name,)
@@ -301,7 +300,7 @@ def _where(
     query: Query, steps: Mapping[int, tuple[str, tuple[str, ...]]], *, facets: bool = True
 ) -> tuple[str, list[Any]]:
     """Return a query's WHERE clause (may be empty) and its values. Errors: BadQuery.
-    facets: False leaves the query's facets out.
+    steps: see `Lists._steps`. facets: False leaves the query's facets out.
     """
     conditions, values = [], []
     for name, chosen in query.facets.items() if facets else ():
@@ -379,5 +378,5 @@ def _number(sort: str, text: str) -> float | str:
 
 def _key(query: Query, row: sqlite3.Row) -> str:
     """Return a row as `value~id` of the query's order, for `Query.after` and `Query.before`."""
-    value = -1e300 if row[query.sort] is None else row[query.sort]  # as SORTS has it
+    value = -1e300 if row[query.sort] is None else row[query.sort]  # as in SORTS
     return f"{value}~{row['id']}" if isinstance(value, str) else f"{value!r}~{row['id']}"

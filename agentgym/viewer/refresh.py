@@ -38,14 +38,14 @@ class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store. delivered: see `tracking.deliver.delivered_steps`."""
+        """Connect an index with its store. delivered: returns MLflow's runs, which name runs."""
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
         """Bring the index up to date with the store. Return counts of the changes.
-
+        Commits and files that cannot be read are recorded as problems.
         on_count: called after each commit with the number of episodes added so far.
-        Errors: IndexDamaged; OSError of the store.
+        Errors: IndexDamaged; OSError of the store. Changes made before it may remain.
         """
         refreshed = Refreshed()
         marks = self._store.marks()
@@ -78,7 +78,9 @@ class Refresher:
         refreshed: Refreshed,
         on_count: Callable[[int], None],
     ) -> None:
-        """Index a step's new commits, or all if it was replaced; record errors as problems."""
+        """Index a step's new commits, or all if it was replaced; record errors as problems.
+        mark: from `RunStore.marks`. known: the step's row, None if new. refreshed: its counts grow.
+        """
         match = FOLDER.fullmatch(folder)
         assert match is not None
         name, key = match["step"], match["key"]
@@ -117,7 +119,7 @@ class Refresher:
         _update_step(connection, step_id, commits[-1], mark)
 
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
-        """Index a commit; record its unreadable files as problems. Return the episodes added."""
+        """Index a commit; record unreadable files as problems. Return its number of episodes."""
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
@@ -238,7 +240,9 @@ def _problem(
 def _name_runs(
     connection: sqlite3.Connection, delivered: Mapping[str, set[tuple[str, str]]]
 ) -> None:
-    """Rewrite the tables of runs. A run is a step that no other builds on, and its ancestors."""
+    """Rewrite the tables of runs. A run is a step that no other builds on, and its ancestors.
+    delivered: MLflow's runs, which give the names. Runs with the same name become one.
+    """
     steps = connection.execute(
         "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
     ).fetchall()
@@ -273,6 +277,7 @@ def _name_of(
 ) -> str:
     """Return the name of the MLflow run that shares the most steps with the run ending in `leaf`.
     It must have the leaf, or only steps of that run. Without one, return the leaf's name and key.
+    run_folders: the folders of all steps of the run. delivered: see `delivered_steps`.
     """
     best, num_shared = f"{leaf['name']}-{leaf['key'][:12]}", 0
     for key, steps in delivered.items():

@@ -64,7 +64,7 @@ class Servers:
     """Environment servers of the viewer: one for each environment with its options."""
 
     def __init__(self, cfg: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Trust only the environments of `cfg`, the configuration of the viewer's owner."""
+        """Trust only the environments of the owner's settings `cfg`. clock: seconds, monotonic."""
         self._cfg, self._clock = cfg, clock
         self._open: dict[tuple[bytes, bool], _Open] = {}
         self._lock = threading.Lock()  # locked while a server starts
@@ -76,7 +76,7 @@ class Servers:
         options; it continues to run until `end_idle` or `close`.
 
         expert: the server must also give expert actions.
-        Errors: Missing if the owner did not configure these options, or the server does not start.
+        Errors: Missing, as for `known`, or if the server does not start.
         """
         # options from a store must not open anything the owner did not configure
         env = self.known(env)
@@ -95,7 +95,7 @@ class Servers:
                 server.used = self._clock()
 
     def known(self, env: EnvConfig) -> EnvConfig:
-        """Return the environment with the owner's endpoints, to be served on this machine.
+        """Return the environment with the owner's endpoints, or none, to be served on this machine.
         Errors: Missing if its options name addresses, paths or variables the owner's do not name.
         """
         try:
@@ -114,7 +114,7 @@ class Servers:
                     server.stack.close()
 
     def close(self) -> None:
-        """End all servers."""
+        """End all servers, also those in use."""
         with self._lock:
             for server in self._open.values():
                 server.stack.close()
@@ -141,7 +141,7 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return an environment with the options that a step's settings give it. Errors: Missing."""
+    """Return environment `name` as a step's settings give it. Errors: Missing if they do not."""
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
@@ -182,7 +182,7 @@ class Replays:
     """Stored replays, and the thread that makes them, one episode after the other."""
 
     def __init__(self, path: Path, servers: Servers) -> None:
-        """Keep replays in the SQLite file at `path`, created if missing; it may be deleted."""
+        """Keep replays in the SQLite file at `path`. A missing or damaged file is made anew."""
         self._path, self._servers = path, servers
         self._thread = ThreadPoolExecutor(1, "replay")
         self._waiting: dict[str, Future[None]] = {}
@@ -225,7 +225,7 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: IndexedEpisode) -> Replay:
-        """Return an episode's replay, made first if none is stored. Errors: TimeoutError."""
+        """Return an episode's replay; make it if none is stored. Errors: TimeoutError (10 min)."""
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
@@ -308,7 +308,7 @@ async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) 
 
     Result: whether they agree, and a shot of the environment before the first action and after
     each turn, drawn up to MAX_SHOTS. It ends early if the environment ends the episode earlier.
-    Errors: EnvError; ValueError; TimeoutError after LIMIT_S.
+    Errors: EnvError; ValueError for an unfit server; TimeoutError after LIMIT_S.
     """
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
         await pools.check([env], allow_expert=True)  # no training uses these episodes
@@ -372,7 +372,7 @@ async def shot_of(session: object, turn: int, differs: str) -> Shot:
 
 
 def picture_of(shot: Shot | None, max_age_s: int = 0) -> Response:
-    """Return a shot's PNG, to be cached for `max_age_s` seconds. Errors: HTTPException 404."""
+    """Return a response with a shot's PNG, cached for `max_age_s`. Errors: 404 if it is no PNG."""
     if shot is None or shot.media_type != "image/png":
         raise HTTPException(404)
     cached = {"Cache-Control": f"max-age={max_age_s}"} if max_age_s else {}

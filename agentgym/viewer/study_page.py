@@ -46,7 +46,7 @@ class EpisodeColumns:
 
 
 def beside(entries: Sequence[IndexedEpisode]) -> EpisodeColumns:
-    """Return episodes as columns that are compared with the first one."""
+    """Return one or more episodes as columns that are compared with the first one."""
     actions = [[turn.action for turn in entry.episode.turns] for entry in entries]
     columns = [
         Column(entry, parting(actions[0], turns) if index else None)
@@ -100,7 +100,7 @@ class Attempts:
 def attempts_of(
     reader: sqlite3.Connection, steps: Mapping[int, sqlite3.Row], item: str, limit: int
 ) -> list[Attempts]:
-    """Return the attempts at an item, oldest step first. limit: episodes that are read at most."""
+    """Return the attempts at an item, oldest step first. limit: maximum number of episodes read."""
     rows = reader.execute(
         "SELECT * FROM episodes WHERE item = ? ORDER BY step_id, seq, temperature, sample, id"
         " LIMIT ?",
@@ -158,7 +158,7 @@ def versus(
     after: sqlite3.Row,
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
-    """Return the paired comparison of the results of two evaluation steps.
+    """Return the paired comparison of the results of two evaluation steps, rows of the index.
     identities: settings of both, from `Bodies.identity`; if they differ, there is no decision.
     """
     rows = reader.execute(

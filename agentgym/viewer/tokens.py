@@ -105,7 +105,7 @@ def spans(episode: Trajectory) -> list[tuple[int, int]]:
 
 
 class TokenView:
-    """The tokens of an episode, colored by an overlay."""
+    """The tokens of an episode, colored by an overlay of OVERLAYS, with texts from `decode`."""
 
     def __init__(self, episode: Trajectory, overlay: str, decode: Decode) -> None:
         self._ids, self._overlay, self._decode = episode.input_ids, overlay, decode
@@ -147,9 +147,9 @@ def told(position: int, token: int, numbers: Numbers | None) -> str:
 
 def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int) -> str:
     """Return the CSS class of a token's color; empty for none.
-
-    s1 to s8: less likely, or of higher entropy; n1 to n8: below the neutral value, p1 to p8: above;
-    v0 to v7: the version; m: sampled.
+    s1 to s8: less and less likely, or of higher and higher entropy.
+    n1 to n8, p1 to p8: below, above the neutral value: ratio 1, advantage 0.
+    v0 to v7: the version, counted from `oldest`, modulo 8. m: sampled.
     largest: largest absolute advantage in the episode; oldest: oldest version in it.
     """
     if numbers is None:

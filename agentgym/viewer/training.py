@@ -31,7 +31,6 @@ def line_chart(
     title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, share: bool = False
 ) -> Chart | None:
     """Return the layout of a chart of lines; None without points.
-
     series: name -> (x, y), x ascending; share: y runs from 0 to 1, shown in percent.
     """
     points = [point for line_points in series.values() for point in line_points]
@@ -73,7 +72,6 @@ def heat_map(
     title: str, rows: Mapping[str, Sequence[Share]], *, most_columns: int = 48
 ) -> HeatMap | None:
     """Return the layout of a heat map; None without shares.
-
     rows: name -> shares; most_columns: with more steps than this, a column covers several.
     """
     steps = [step for shares in rows.values() for step, _, _ in shares]

@@ -51,7 +51,9 @@ class Viewer:
 
     @classmethod
     def open(cls, cfg: RunConfig, runs: tuple[str, ...] = ()) -> Self:
-        """Open the store and its index, created if missing. Errors: ConfigError for a bad store."""
+        """Open the store and its index, created if missing. Errors: ConfigError for a bad store.
+        runs: prefixes of the names of the runs that the first page lists; empty: all.
+        """
         store = open_store(cfg)
         folder, root = cfg.state_dir / FOLDER, store.root
         root = root if root.startswith("s3://") else str(Path(root).absolute())
@@ -69,7 +71,9 @@ class Viewer:
         )
 
     def refresh(self) -> Refreshed:
-        """Update index and leases, as the index's writer; a damaged index is rebuilt once."""
+        """Update index and leases, as the index's writer. Rebuild a damaged index once.
+        Result: counts of the changes. Errors: those of `Refresher.refresh`.
+        """
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
         for again in (True, False):
             try:
@@ -142,13 +146,13 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close replays, servers and index; the end of `with` does it, too."""
+        """Close replays, after the one under way, servers and index, as the end of `with` does."""
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
-        """Refresh the index and end idle servers until the viewer ends; keep the last error."""
+        """Refresh the index and end idle servers until the viewer ends; errors go to `failure`."""
         pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:
