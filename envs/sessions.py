@@ -391,8 +391,8 @@ class Sessions:
         return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Return `work()`, a call to a simulator. Slow ones run in the pool; for fast ones a thread
-        would cost more than the call.
+        """Return `work()`, a call to a simulator. Blocking ones run in the pool, with TimeoutError
+        after CALL_TIMEOUT_S. For fast ones a thread would cost more than the call.
         """
         return await self._in_pool(work) if self.spec.blocking else work()
 
@@ -402,7 +402,7 @@ class Sessions:
         )
 
     async def _reap(self) -> None:
-        """Close sessions unused for session_ttl_s, until cancelled; their owners are gone."""
+        """Close sessions unused for session_ttl_s, except during a call. Run until cancelled."""
         ttl_s = self.settings.session_ttl_s
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
@@ -421,7 +421,7 @@ class Sessions:
                         )
 
     async def _probe(self) -> None:
-        """Warm up, play the scripted episode and set `ready`; an exception sets `failure`."""
+        """Warm up, play the scripted episode, set `ready`. An exception is logged as `failure`."""
         simulator: Simulator | None = None
 
         def prepare() -> None:

@@ -23,7 +23,7 @@ class Check:
     num_failures: int
     note: str = ""  # comparisons made, and those left out
     not_checked: tuple[str, ...] = ()  # "WHAT, WHY" for everything that could not be checked
-    num_unproven: int = 0  # of these, those that a decision depends on
+    num_unproven: int = 0  # entries of not_checked that a decision depends on
 
     @property
     def ok(self) -> bool:
@@ -102,8 +102,8 @@ class Checks:
     def skip(self, what: str, why: str, num: int = 1, *, weighs: bool = False) -> None:
         """Record what could not be checked, and why.
 
-        num: number of comparisons; 0 records nothing, equal entries add up.
-        weighs: a decision depends on them.
+        num: number of comparisons; 0 records nothing. Equal entries add up.
+        weighs: a decision depends on these comparisons.
         """
         if num:
             self.num_unproven += weighs

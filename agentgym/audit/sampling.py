@@ -174,7 +174,9 @@ class _Deviations:
 
 
 class _Judge:
-    """Comparison of logged tokens with one set of weights."""
+    """Comparison of logged tokens with one set of weights. `turns_of` computes turns again,
+    `compare` checks those of one episode, and `close` checks sums over all of them.
+    """
 
     def __init__(
         self,
@@ -303,7 +305,7 @@ class _Judge:
     ) -> tuple[Tensor, ...]:
         """Return (log-probabilities, tokens drawn, outside, below) of the n tokens at `positions`,
         each [n]; the last two as `Distribution.distance`.
-        hidden: [N, H]; ids: [N]; numbers: [n] random numbers that drew the tokens.
+        hidden: [N, H]; ids: [N]; numbers: [n] random numbers of the draws; temperatures: [n].
         """
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []
