@@ -45,7 +45,7 @@ LINGER_S = 2.0  # for such a client to read the reason
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
-    """Return uvicorn's settings for an environment server. Raise this process's limit of open files.
+    """Return uvicorn's settings for an environment server. Raise the process's limit of open files.
 
     max_sessions: each session may have two connections.
     """
@@ -70,7 +70,7 @@ def bounded(
     any_body: bool = False,
     **settings: Any,
 ) -> uvicorn.Config:
-    """Return uvicorn's settings with this module's limits. Raise this process's limit of open files.
+    """Return uvicorn's settings with this module's limits. Raise the process's limit of open files.
 
     max_connections: None means MAX_CONNECTIONS.
     any_body: a body may have any length and take any time, as long as bytes keep arriving.

@@ -99,7 +99,7 @@ class Doors:
 
 
 def is_own(host: str, address: str, names: Collection[str]) -> bool:
-    """Return True if a Host header names this server: this machine, `address`, or one of `names`.
+    """Return True if a Host header names this server: localhost, `address`, or one of `names`.
 
     address: the local address of the connection. A pod's probes use it as Host, and so do clients
     that know only the address. names: a leading dot allows all subdomains.

@@ -239,7 +239,10 @@ class Sessions:
         return ObservationReply(turn=session.turn, observation=session.observation)
 
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
-        """Return `look(simulator)`, called between two turns; if it raises, close the session."""
+        """Return `look(simulator)`, called between two turns. If that raises, close the session.
+
+        Errors: Refused, also for its exception.
+        """
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)
@@ -421,7 +424,7 @@ class Sessions:
                         )
 
     async def _probe(self) -> None:
-        """Warm up, play the scripted episode, set `ready`. An exception is logged as `failure`."""
+        """Warm up, play the scripted episode, set `ready`. Log an exception and set `failure`."""
         simulator: Simulator | None = None
 
         def prepare() -> None:

@@ -82,7 +82,7 @@ def audit(
 ) -> AuditReport:
     """Check the committed steps of a run and return the results. A failed check stops no other.
 
-    Environment servers are started; neither the store nor MLflow is changed.
+    Environment servers are started and torch's threads are set; store and MLflow stay unchanged.
     run: prefix of a run key, to make sure that it is the run you mean.
     num_episodes: episodes of each step to play again (at least one of every commit); None: all.
     num_rescored: episodes to score again for each set of weights; None: all.

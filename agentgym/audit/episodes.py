@@ -136,7 +136,7 @@ def check_tokens(
     checks: Checks,
 ) -> None:
     """Check token ids and action mask against the logged text, log-probabilities against the mask.
-    The renderer must give the ids between actions, and the ids of an action decode to the action.
+    The renderer must give the ids between actions, and an action's ids must decode to the action.
     Nothing is checked if the step has no readable checkpoint.
     instructions: environment -> text that its episodes begin with.
     """

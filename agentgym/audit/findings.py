@@ -78,7 +78,7 @@ class AuditReport:
 
 @dataclass
 class Checks:
-    """Counters and failures of a check while it runs."""
+    """Counters and failures of a check while it runs; `check` returns its result."""
 
     name: str
     counted: int = 0
@@ -91,7 +91,7 @@ class Checks:
     def expect(self, where: str, what: str, expected: object, got: object) -> bool:
         """Count one comparison, and record a failure if the two differ (NaN always does).
 
-        Result: True if they are equal.
+        where, what: for the failure's text. Result: True if they are equal.
         """
         self.counted += 1
         if expected == got:

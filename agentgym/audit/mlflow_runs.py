@@ -68,7 +68,7 @@ PAGE = 500  # traces; the server refuses to return more at once
 def check_pages(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check runs, data inputs, logged models and traces in MLflow, for finished delivered steps."""
+    """Check runs, inputs, logged models and traces in MLflow; skip finished steps that it lacks."""
     tracker = existing_ledger(cfg)
     if tracker is None:
         checks.skip("pages", "there is no ledger, as that check reports")

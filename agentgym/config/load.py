@@ -161,7 +161,7 @@ def config_digest(semantic: dict[str, Any]) -> str:
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the mapping in a YAML file, merged over the file it extends, if any.
-    extended_by: files that led to this one. Errors: ConfigError with one line, also if they loop.
+    extended_by: files that extend this one. Errors: ConfigError with one line, also for a loop.
     """
     if path.resolve() in extended_by:
         raise ConfigError(
@@ -217,7 +217,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `base` with the values of `over`, section by section; lists and env.options
     are replaced whole.
 
-    Settings of `base` that were chosen for another recipe or kind of model are left out.
+    Settings of `base` that were chosen for another recipe or kind of model are left out. Values
+    that need no merging are shared with the result, not copied.
     """
     turns_pretrained = is_pretrained(over) and not is_pretrained(base)
     result = without_sizes(base) if turns_pretrained else dict(base)

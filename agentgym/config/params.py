@@ -332,8 +332,8 @@ class RunConfig(Section):
 
     @property
     def tracking_uri(self) -> str:
-        """URI of MLflow's store: `tracking.uri`, else an SQLite file in `state_dir`. Its path is
-        absolute, because MLflow keeps artifact paths as given.
+        """URI of MLflow's store: `tracking.uri`, else an SQLite file in `state_dir` by its absolute
+        path, because MLflow keeps artifact paths as given.
         """
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 

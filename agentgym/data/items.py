@@ -121,7 +121,7 @@ def has_lists(path: Path, env: str) -> bool:
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
     """Merge the splits of several environments by `interleave`, so that each prefix of a split has
-    about their shares in `weights`. Its digest is the sha256 of theirs; a single one is kept.
+    about their shares in `weights`. The digest is the sha256 of theirs, or that of a single part.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))

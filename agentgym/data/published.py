@@ -56,7 +56,7 @@ class Imported:
 
 
 def run_dvc(*arguments: str, timeout_s: float) -> str:
-    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after timeout_s."""
+    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after `timeout_s`."""
     shown = " ".join(("dvc", *arguments))
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +79,8 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
 
 
 def import_dataset(url: str, rev: str, out: Path) -> Imported:
-    """Import the whole git repository at `url` into the folder `out`, at one commit, with `dvc
-    import`.
+    """Import the whole git repository at `url` (an address or a folder) into the folder `out`, at
+    one commit, with `dvc import`.
 
     rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the
     commit.
@@ -173,7 +173,7 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
 
 
 def check_pin(path: Path) -> None:
-    """Compare the folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
+    """Compare a folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
 
     DVC itself trusts its cache and, unless a remote has `verify`, every remote.
     Errors: DataError if they differ.
