@@ -91,8 +91,8 @@ def bounded(
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP connection, closed if a request is too large or too slow: uvicorn alone waits
-    forever for the end of a request and buffers a head of any size.
+    """uvicorn's HTTP connection, closed if there are too many, or a request is too large or slow:
+    uvicorn alone waits forever for the end of a request and buffers a head of any size.
     """
 
     told_at = float("-inf")  # time of the last warning about too many connections

@@ -33,7 +33,7 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
     logging, take the token out of the environment, and keep the port file while the server listens.
 
     arguments: those of `python -m envs serve`.
-    refuse(message, code): reports wrong arguments and returns an exit code. Result: the exit code.
+    refuse(message, code): reports an error and returns the exit code. Result: the exit code.
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     token = os.environ.pop(TOKEN_VARIABLE, "").strip()  # hidden from the simulators' subprocesses
@@ -78,7 +78,7 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
 
 class Server(uvicorn.Server):
     """uvicorn's server that writes a port file once it listens. The first SIGTERM waits for open
-    sessions before it closes the socket, which uvicorn closes first. Other signals do not wait.
+    sessions, then closes the socket (uvicorn alone closes it first). Other signals do not wait.
     """
 
     def __init__(self, config: uvicorn.Config, sessions: Sessions, port_file: Path | None) -> None:

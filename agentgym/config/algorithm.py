@@ -322,7 +322,7 @@ def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> Algorithm
 
 
 def max_refills(algorithm: AlgorithmConfig) -> int:
-    """Return how many further rounds of items one optimizer step may draw; 0 for most recipes."""
+    """Return how many further rounds of items an optimizer step may draw; 0 without the setting."""
     return algorithm.max_refills if isinstance(algorithm, DynamicSamplingConfig) else 0
 
 

@@ -115,7 +115,7 @@ def _not_there(path: Path, file: Path) -> DataError:
 
 
 def has_lists(path: Path, env: str) -> bool:
-    """Return True if the dataset has a train list for the environment."""
+    """Return True if the dataset `path` has a train list for the environment."""
     return (path / _FILES["train"].format(env=env)).is_file()
 
 

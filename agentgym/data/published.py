@@ -139,7 +139,8 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
     the earlier content.
     A call after a killed one starts over.
     pattern: glob for the file names.
-    Errors: ConfigError if `out` is untracked, tracked but missing, or has other files; DvcError.
+    Errors: ConfigError if `out` is in no DVC project, exists untracked, is tracked but missing, or
+    has other files; DvcError.
     """
     _check_project(out)
     pointer, marker = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")

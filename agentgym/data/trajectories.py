@@ -153,10 +153,10 @@ def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:
-    """Return the trajectories of train items, for each environment of `splits`.
+    """Return the trajectories of train items in `folder`, for each environment of `splits`.
     Those of validation items are left out.
 
-    Errors: DataError if a file is missing, or if a run cannot learn from a row.
+    Errors: DataError if a file is missing, a run cannot learn from a row, or no trajectory is left.
     """
     result: list[Recorded] = []
     for env, part in splits.items():
