@@ -30,7 +30,7 @@ ORPHAN_GRACE_S = 3.0  # for an orderly shutdown once the owner is gone
 
 def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., int]) -> int:
     """Serve until a signal stops the process or, with --owner-pipe, its owner is gone. Configure
-    logging, take the token out of the environment, and keep the port file while the server listens.
+    logging, remove the token's variable, and keep the port file while the server listens.
 
     arguments: those of `python -m envs serve`.
     refuse(message, code): reports an error and returns the exit code. Result: the exit code.

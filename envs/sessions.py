@@ -241,7 +241,7 @@ class Sessions:
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
         """Return `look(simulator)`, called between two turns. If that raises, close the session.
 
-        Errors: Refused, also for its exception.
+        Errors: Refused, also in that case.
         """
         session = self._find(session_id)
         async with session.lock:

@@ -372,7 +372,7 @@ def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
 ) -> Iterator[tuple[RunConfig, StepRecord]]:
     """Yield (configuration that plays as the evaluation did, its episodes as a step's record) for
-    each environment. final: last commit of the evaluation. weights: commit that it measured.
+    each environment. final: last commit of the evaluation. weights: commit it measured, if any.
     """
     commits = store.history(final.step, final.key)
     protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)

@@ -60,7 +60,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return `SPLIT episodes at temperature T` -> these episodes. The limit holds for each."""
+    """Return `SPLIT episodes at temperature T` -> these episodes; each entry has its own limit."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"

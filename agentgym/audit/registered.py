@@ -181,7 +181,7 @@ def _check_files(
 
 
 def _packages(folder: Path) -> str:
-    """Text of the packages that wrote a folder's files, by its MLmodel; fixed if unreadable."""
+    """Name the packages that wrote a folder's files, as text; a placeholder without an MLmodel."""
     try:
         tree = yaml.safe_load((folder / MLMODEL).read_bytes())
         flavors = tree["flavors"]

@@ -121,6 +121,8 @@ class _Deviations:
     """Distances between logged and recomputed tokens of one set of weights.
 
     No token may exceed the hard bound, few may exceed the usual one, and their sum is bounded.
+    `add` collects the distances of an action and applies the hard bound; `close` checks the rest.
+    usual: the usual bound. tolerance: gives the hard bound and the share that may exceed the usual.
 
     In float32 the two bounds are one. In half precision a few honest tokens exceed any bound that
     is worth checking for all of them.
