@@ -1,7 +1,7 @@
 """AgentGym's own routes under `/agentgym`, so that its clients work unchanged against this server.
 
 Shapes and error style are AgentGym's: errors have status 200 and a body `{"error": text}` if its
-server answers so. Sessions, limits and the reaper are those of our own routes.
+server for the environment does so. Sessions, limits and the reaper are those of our own routes.
 Ids are unguessable integers below 2**53.
 Two deliberate differences: a finished episode pays no further reward, and `close` of an unknown id
 always returns `false`.

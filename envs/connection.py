@@ -45,7 +45,7 @@ LINGER_S = 2.0  # for such a client to read the reason
 
 
 def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
-    """Return uvicorn's settings for an environment server. Raise the limit of open files.
+    """Return uvicorn's settings for an environment server. Raise the process's limit of open files.
 
     max_sessions: each session may have two connections.
     """
@@ -70,7 +70,7 @@ def bounded(
     any_body: bool = False,
     **settings: Any,
 ) -> uvicorn.Config:
-    """Return uvicorn's settings with the limits of this module. Raise the limit of open files.
+    """Return uvicorn's settings with this module's limits. Raise the process's limit of open files.
 
     max_connections: None means MAX_CONNECTIONS.
     any_body: a body may have any length and take any time, as long as bytes keep arriving.
@@ -91,8 +91,8 @@ def bounded(
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP connection with limits: without them it waits forever for the end of a
-    request and buffers a head of any size.
+    """uvicorn's HTTP connection, closed if there are too many, or a request is too large or slow:
+    uvicorn alone waits forever for the end of a request and buffers a head of any size.
     """
 
     told_at = float("-inf")  # time of the last warning about too many connections
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse with status 400, see `_refuse`; uvicorn also calls this after a refusal."""
+        """Refuse with status 400, see `_refuse`. Do nothing if the request was refused before."""
         self._refuse(400, msg)
 
     def _too_large(self) -> None:
@@ -195,8 +195,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(408, f"a request must arrive within {ARRIVAL_S:g} s")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Close the connection. Answer first if the request's head is incomplete: complete ones
-        have reached the application, which answers them.
+        """Close the connection; do nothing if called again. If the request's head is incomplete and
+        earlier requests are answered, answer first: the application answers complete requests.
         """
         if self._refused:
             return
@@ -242,8 +242,8 @@ class Passing(Connection):
 
 
 class Socket(WebSocketsSansIOProtocol):
-    """uvicorn's WebSocket connection with limits: without them it stores all fragments, all
-    messages received at once, and all pongs that the client does not read.
+    """uvicorn's WebSocket connection, closed beyond some limits: uvicorn alone stores all
+    fragments, all messages received at once, and all pongs that the client does not read.
     """
 
     num_discarded = 0  # bytes

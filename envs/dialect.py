@@ -72,7 +72,7 @@ class Dialect:
 
 
 def common(greeting: str) -> Dialect:
-    """Return the dialect that most of AgentGym's servers share; the default of our servers."""
+    """Return the dialect that most of AgentGym's servers share. greeting: its reply to GET /."""
     return Dialect(greeting, lambda env: {**_turn(env), "deleted": False}, _turn)
 
 

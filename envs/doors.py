@@ -65,7 +65,7 @@ class Doors:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        """Check Host, Origin, token and content type. Errors: Refused."""
+        """Check Host, Origin, content type and, except on OPEN_PATHS, token. Errors: Refused."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"")
         if not self._is_served(host, (scope.get("server") or ("",))[0]):
@@ -99,10 +99,10 @@ class Doors:
 
 
 def is_own(host: str, address: str, names: Collection[str]) -> bool:
-    """Return True if a Host header names this server.
+    """Return True if a Host header names this server: localhost, `address`, or one of `names`.
 
     address: the local address of the connection. A pod's probes use it as Host, and so do clients
-    that know only the address.
+    that know only the address. names: a leading dot allows all subdomains.
     """
     match = HOST.fullmatch(host.lower())
     if match is None:

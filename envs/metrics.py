@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 class Metrics:
     """Metrics of one server, in their own registry.
 
-    gauges: the environment's own, see `EnvSpec`; num_active: number of open sessions.
+    gauges: those of the environment, see `EnvSpec`. num_active: returns how many sessions are open.
     """
 
     def __init__(

@@ -245,10 +245,10 @@ class Seat:
 
 
 async def _serve(websocket: WebSocket, seat: Seat, ttl_s: float) -> None:
-    """Answer messages until the client closes.
-    After ttl_s without a turn the connection ends, as the reaper ends the session.
+    """Answer messages until the client asks to close; failed ones get an error as their reply.
+    After ttl_s without a reset or a step the connection ends, as the reaper ends the session.
 
-    Errors: Failed if the connection must end, WebSocketDisconnect, TimeoutError.
+    Errors: Failed if the connection must end, WebSocketDisconnect, TimeoutError (reply not read).
     """
     loop = asyncio.get_running_loop()
     idle_until = loop.time() + ttl_s

@@ -1,5 +1,5 @@
 """An environment's options as given by the user: missing ones get their default, unknown ones are
-an error that names them.
+an error that names them. In each function `env` is the environment's name, for the error.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str])
 def names(
     env: str, options: Mapping[str, Any], key: str, noun: str, known: Collection[str], example: str
 ) -> tuple[str, ...]:
-    """Return the option `key`, a list of names of `known`. Errors: ValueError naming the nearest.
+    """Return the option `key`, one or more names of `known`, as a tuple. Errors: ValueError.
 
-    noun: for the error, the thing that has these names.
+    noun, example: for the error, the kind of thing that has these names, and one of them.
     """
     value = options[key]
     if (
@@ -83,7 +83,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def secret_variable(what: str, name: Any) -> str:
-    """Check and return `name`, a variable whose value is sent to an address in the same options.
+    """Check and return `name`, an environment variable whose value is sent to an option's address.
 
     what: the option, for the error.
     Errors: ValueError if the variable lacks SECRET_PREFIX (no other variable may be sent out) or is

@@ -50,7 +50,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def log_to_stderr(level: int, form: str) -> None:
-    """Configure the root logger like `logging.basicConfig`, with a PlainFormatter."""
+    """Configure the root logger as `logging.basicConfig` does, with a PlainFormatter of `form`."""
     handler = logging.StreamHandler()
     handler.setFormatter(PlainFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])

@@ -1,5 +1,5 @@
-"""Requirements of one environment's server, one a line: `python envs/requirements.py ENV
-[pyproject.toml]`.
+"""Print the packages that one environment's server requires, one per line: `python
+envs/requirements.py ENV [pyproject.toml]`.
 The container installs these and nothing else. The script needs only the standard library.
 """
 

@@ -200,8 +200,8 @@ class Direct:
     """Middleware that calls a request's handler directly: a router that tries one route after the
     other costs more than a fast simulator's step.
 
-    Other paths, and exceptions other than Refused and ClientDisconnect, are left to the
-    application.
+    A Refused is answered by `refuse`; a ClientDisconnect is not answered. Other paths and
+    exceptions are left to the application.
     """
 
     def __init__(

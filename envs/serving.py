@@ -29,11 +29,11 @@ ORPHAN_GRACE_S = 3.0  # for an orderly shutdown once the owner is gone
 
 
 def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., int]) -> int:
-    """Serve until a signal stops the process or its owner is gone. Configure logging, and write
-    the port file while the server listens.
+    """Serve until a signal stops the process or, with --owner-pipe, its owner is gone. Configure
+    logging, remove the token's variable, and keep the port file while the server listens.
 
-    arguments: those of `python -m envs serve`; refuse(message, code) reports an error.
-    Result: the exit code.
+    arguments: those of `python -m envs serve`.
+    refuse(message, code): reports an error and returns the exit code. Result: the exit code.
     """
     log_to_stderr(logging.INFO, "%(asctime)s %(levelname)s %(name)s: %(message)s")
     token = os.environ.pop(TOKEN_VARIABLE, "").strip()  # hidden from the simulators' subprocesses
@@ -77,8 +77,8 @@ def serve(spec: EnvSpec, arguments: argparse.Namespace, refuse: Callable[..., in
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server that writes a port file once it listens. The first SIGTERM drains before
-    the server stops; uvicorn itself would wait for sessions only after it closed the socket.
+    """uvicorn's server that writes a port file once it listens. The first SIGTERM waits for open
+    sessions, then closes the socket (uvicorn alone closes it first). Other signals do not wait.
     """
 
     def __init__(self, config: uvicorn.Config, sessions: Sessions, port_file: Path | None) -> None:
@@ -141,7 +141,7 @@ def _write(path: Path, text: str) -> None:
 
 def _watch_owner(server: Server) -> None:
     """Wait until the kernel closes stdin's pipe, which it does however the owner dies; then stop
-    the server, and after ORPHAN_GRACE_S exit even if its event loop hangs.
+    the server, and after ORPHAN_GRACE_S exit with code 1 even if its event loop hangs.
     """
     while os.read(0, 4096):
         pass

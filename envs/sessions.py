@@ -239,7 +239,10 @@ class Sessions:
         return ObservationReply(turn=session.turn, observation=session.observation)
 
     async def inspect(self, session_id: str, look: Callable[[Any], T]) -> T:
-        """Return `look(simulator)`, called between two turns; if it raises, close the session."""
+        """Return `look(simulator)`, called between two turns. If that raises, close the session.
+
+        Errors: Refused, also in that case.
+        """
         session = self._find(session_id)
         async with session.lock:
             self._check_open(session)
@@ -391,8 +394,8 @@ class Sessions:
         return await self._call(lambda: simulator.step(action))
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Return `work()`, a call to a simulator. Slow ones run in the pool; for fast ones a thread
-        would cost more than the call.
+        """Return `work()`, a call to a simulator. Blocking ones run in the pool, with TimeoutError
+        after CALL_TIMEOUT_S. For fast ones a thread would cost more than the call.
         """
         return await self._in_pool(work) if self.spec.blocking else work()
 
@@ -402,7 +405,7 @@ class Sessions:
         )
 
     async def _reap(self) -> None:
-        """Close sessions unused for session_ttl_s, until cancelled; their owners are gone."""
+        """Close sessions unused for session_ttl_s, except during a call. Run until cancelled."""
         ttl_s = self.settings.session_ttl_s
         while True:
             await asyncio.sleep(min(ttl_s / 4, 5.0))
@@ -421,7 +424,7 @@ class Sessions:
                         )
 
     async def _probe(self) -> None:
-        """Warm up, play the scripted episode and set `ready`; an exception sets `failure`."""
+        """Warm up, play the scripted episode, set `ready`. Log an exception and set `failure`."""
         simulator: Simulator | None = None
 
         def prepare() -> None:

@@ -58,7 +58,7 @@ class ErrorReply(Message):
     kind: ErrorKind
     message: str
     expected_turn: int | None = None  # with turn_mismatch
-    retry_after_s: float | None = None  # with full and draining
+    retry_after_s: float | None = None  # with status 503
 
 
 class ExampleTurn(Message):

@@ -80,16 +80,16 @@ def audit(
     pointers: Path | None = None,
     progress: Progress | None = None,
 ) -> AuditReport:
-    """Check the committed steps of this run and return the results. A failed check stops no other.
-
-    Environment servers are started; neither the store nor MLflow is changed.
+    """Check the committed steps of a run and return the results. A failed check stops no other.
+    Environment servers are started and torch's threads are set; store and MLflow stay unchanged.
     run: prefix of a run key, to make sure that it is the run you mean.
     num_episodes: episodes of each step to play again (at least one of every commit); None: all.
     num_rescored: episodes to score again for each set of weights; None: all.
     num_updates: a stage with more optimizer steps than this is not trained again.
     seed: for both draws; None: a new one, so that no one can know beforehand what will be checked.
-    pointers: folder of the pointers that DVC keeps, if there is one.
-    Errors: ConfigError if `run` is another run or nothing of this configuration was committed.
+    pointers: folder of DVC's pointers; None: they are not compared.
+    progress: shows how far the audit is; None: nothing is shown.
+    Errors: ConfigError if `run` is another run, the data is invalid, or nothing was committed.
     """
     set_threads(cfg.learner_settings.threads)
     seed = secrets.randbits(32) if seed is None else seed

@@ -110,7 +110,7 @@ def misplaced_aliases(cfg: RunConfig) -> list[str]:
     The configured model also gets a line if its alias is on a version of other environments than
     the run's. A model whose history cannot be reached from here is skipped. Empty if MLflow's
     database file is missing.
-    Errors: LedgerUnavailable.
+    Errors: LedgerUnavailable if MLflow cannot be used.
     """
     file = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     if has_file(cfg) and not file.is_file():
@@ -135,7 +135,7 @@ def misplaced_aliases(cfg: RunConfig) -> list[str]:
 def _other_environments(cfg: RunConfig, promotions: Promotions, number: str) -> str:
     """Return the error text if the alias is on a version of other environments than the run's.
 
-    Empty if the environments are the same or unknown.
+    Empty if the environments are the same or unknown. number: the version that has the alias.
     """
     question = promotions.question(promotions.version(number))
     if question is None or question.envs.keys() == {env.name for env in cfg.envs}:
@@ -193,7 +193,8 @@ def _check_entry(
 ) -> None:
     """Check that a decision of the gate follows from its evidence, and the evidence from stored
     evaluations. Decisions made otherwise, for example by hand, are not checked.
-    must_be_there: an evaluation that none of `stores` has is a failure; else it is skipped.
+    must_be_there: an evaluation that none of `stores` has is a failure; False: it is skipped. One
+    that `agentgym gc` collected is always skipped.
     """
     where = f"decision {entry.number} on version {entry.candidate.number}"
     if entry.kind != "judged":
@@ -291,7 +292,8 @@ def _is_anothers(path: Path, entries: Sequence[Entry]) -> bool:
 def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks) -> None:
     """Check that the history has the decision whose digest is in each version's tag.
 
-    A missing one was cut off the end of the history. Versions without this tag are passed over.
+    If it is missing, the history was cut off at its end. Versions without this tag are passed over;
+    a tag that an earlier release wrote for another store is skipped.
     """
     known = {sha256(entry.to_bytes()) for entry in entries}
     for number in dict.fromkeys(entry.candidate.number for entry in entries):
@@ -359,7 +361,7 @@ def check_judged(
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
-    """Return the commit of a version's weights, `global_step` as 0; None if the store lacks it."""
+    """Return the commit of a version's weights with `global_step` 0; None if the store lacks it."""
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
     head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps
@@ -369,7 +371,9 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
 def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
 ) -> Iterator[tuple[RunConfig, StepRecord]]:
-    """Yield (configuration, record of a step with the episodes) for each evaluated environment."""
+    """Yield (configuration that plays as the evaluation did, its episodes as a step's record) for
+    each environment. final: last commit of the evaluation. weights: commit it measured, if any.
+    """
     commits = store.history(final.step, final.key)
     protocol = owned_protocol(plan_of(store, commits).about["settings"], cfg.envs)
     episodes = {

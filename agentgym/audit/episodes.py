@@ -136,9 +136,9 @@ def check_tokens(
     checks: Checks,
 ) -> None:
     """Check token ids and action mask against the logged text, log-probabilities against the mask.
-
-    The renderer must give the ids between actions for the logged observations, and the ids of an
-    action must decode to the logged action.
+    The renderer must give the ids between actions, and an action's ids must decode to the action.
+    Nothing is checked if the step has no readable checkpoint.
+    instructions: environment -> text that its episodes begin with.
     """
     checkpoint = load(store, record.checkpoint, weights=False)
     if checkpoint is None or not record.episodes:
@@ -226,7 +226,7 @@ def check_replay(
 ) -> dict[str, str]:
     """Play logged actions again on new servers and compare what the environment returns.
 
-    num_episodes, seed: see `replay_sample`. Environments that fail again are skipped.
+    num_episodes, seed: see `replay_sample`. Failed episodes that fail again are skipped.
     Result: the instructions that episodes begin with, by environment; empty without episodes.
     """
     chosen = [

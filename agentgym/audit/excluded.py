@@ -1,5 +1,5 @@
-"""Episodes that no number counts because their environment failed: they must be few, and not
-chosen by their outcome.
+"""Check the episodes that are left out of all numbers because their environment failed: they must
+be few, and not chosen by their outcome.
 
 A share above `rollout.max_env_error_frac` would have stopped the run. Below it, each episode whose
 weights are still in the store is played again to its end, with the same random numbers. Real
@@ -33,7 +33,7 @@ def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
     """Check the share of failed episodes by commit, split and temperature, and play these again to
-    their end. Engines that do not repeat their draws cannot; a note records that.
+    their end. If the engine does not repeat its draws, a note records that none was played again.
     """
     counts: Counter[Status] = Counter()
     for record in steps:
@@ -60,7 +60,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return the episodes by split and temperature, as text. The limit holds for each group."""
+    """Return `SPLIT episodes at temperature T` -> these episodes; each entry has its own limit."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
@@ -131,9 +131,10 @@ def _play_again(
 def _played(
     cfg: RunConfig, checkpoint: Checkpoint, version: int, seed: int, episodes: Sequence[Trajectory]
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """Play episodes again on new servers, under the same weights and random numbers.
+    """Play episodes again on new servers, with the weights of `checkpoint` and the same random
+    numbers.
 
-    Result: pairs (logged episode, episode as it ends now).
+    version: number of these weights. Result: pairs (logged episode, episode as it ends now).
     """
     pairs = []
     with (

@@ -23,7 +23,7 @@ class Check:
     num_failures: int
     note: str = ""  # comparisons made, and those left out
     not_checked: tuple[str, ...] = ()  # "WHAT, WHY" for everything that could not be checked
-    num_unproven: int = 0  # of these, those that a decision depends on
+    num_unproven: int = 0  # entries of not_checked that a decision depends on
 
     @property
     def ok(self) -> bool:
@@ -78,7 +78,7 @@ class AuditReport:
 
 @dataclass
 class Checks:
-    """Counters and failures of a check while it runs."""
+    """Counters and failures of a check while it runs; `check` returns its result."""
 
     name: str
     counted: int = 0
@@ -91,7 +91,7 @@ class Checks:
     def expect(self, where: str, what: str, expected: object, got: object) -> bool:
         """Count one comparison, and record a failure if the two differ (NaN always does).
 
-        Result: True if they are equal.
+        where, what: for the failure's text. Result: True if they are equal.
         """
         self.counted += 1
         if expected == got:
@@ -102,8 +102,8 @@ class Checks:
     def skip(self, what: str, why: str, num: int = 1, *, weighs: bool = False) -> None:
         """Record what could not be checked, and why.
 
-        num: number of comparisons; 0 records nothing, equal entries add up.
-        weighs: a decision depends on them.
+        num: number of comparisons; 0 records nothing. Equal entries add up.
+        weighs: a decision depends on these comparisons.
         """
         if num:
             self.num_unproven += weighs

@@ -20,9 +20,9 @@ from agentgym.tracking.step_page import MANIFEST
 def check_ledger(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the points of the parent run (of steps with `headline`) and of each step's child run,
-    the digest tags of child runs, and that there are no other child runs.
-    A missing experiment is a failure; a step that an unfinished run has not delivered is skipped.
+    """Check in MLflow the points of the parent run (from steps with `headline`) and of each step's
+    child run, the digest tags of child runs, and that there are no other child runs.
+    A missing experiment is a failure. A step that an unfinished run has not delivered is skipped.
     """
     tracker = existing_ledger(cfg)
     if tracker is None:

@@ -60,8 +60,8 @@ def check_records(
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
     """Compare the pointer of this step with its commits.
 
-    Result: OWN for this run's; one of OTHERS for another run's, which is not compared; None for
-    none, or for an unreadable one, which is a failure.
+    Result: OWN for this run's; one of OTHERS for another run's, which is not compared; None if
+    there is no pointer, or if it is unreadable, which is a failure.
     """
     path = pointers / f"{record.name}.json"
     if not path.is_file():

@@ -68,7 +68,7 @@ PAGE = 500  # traces; the server refuses to return more at once
 def check_pages(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check runs, data inputs, logged models and traces in MLflow, for finished delivered steps."""
+    """Check runs, inputs, logged models and traces in MLflow; skip finished steps that it lacks."""
     tracker = existing_ledger(cfg)
     if tracker is None:
         checks.skip("pages", "there is no ledger, as that check reports")
@@ -204,7 +204,11 @@ def _check_params(where: str, run: Any, params: Mapping[str, Any], checks: Check
 def _check_files(
     where: str, run: Any, wanted: Mapping[str, bytes], folders: Sequence[str], checks: Checks
 ) -> None:
-    """Compare an MLflow run's artifacts with `wanted`; other files in `folders` are ignored."""
+    """Compare an MLflow run's artifacts with `wanted` (path -> content).
+
+    Artifacts on another machine and files that are not wanted are skipped; those in the top-level
+    `folders` are ignored.
+    """
     root = local_path(run.info.artifact_uri)
     if root is None:
         why = "its artifact store is on another machine"
@@ -240,7 +244,7 @@ def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Ch
 def _check_model(
     store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
 ) -> None:
-    """Check the logged model of an evaluated checkpoint, and the numbers that rank it."""
+    """Check the logged model of an evaluated checkpoint and its metrics; pass over other steps."""
     final = record.final
     if final is None or not is_evaluated(final):
         return

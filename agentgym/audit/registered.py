@@ -148,8 +148,10 @@ def _check_files(
     folders: tuple[Path, Path],
     checks: Checks,
 ) -> None:
-    """Compare the files of a registered version with what the store exports.
+    """Compare the files of a registered version with what the store exports from `checkpoint`.
 
+    Files that differ are skipped if other versions of packages wrote them, except SAME_BY_ALL.
+    logged: the version's logged model or None; tags: those of the registration.
     folders: (one to work in, the one with the version's files).
     """
     from mlflow.models import Model
@@ -179,7 +181,7 @@ def _check_files(
 
 
 def _packages(folder: Path) -> str:
-    """Names and versions of the packages that wrote a version's files, from its MLmodel."""
+    """Name the packages that wrote a folder's files, as text; a placeholder without an MLmodel."""
     try:
         tree = yaml.safe_load((folder / MLMODEL).read_bytes())
         flavors = tree["flavors"]

@@ -65,7 +65,7 @@ Results = dict[str, Result]  # evaluation step -> computed from its episodes
 def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
-    """Return the run's recorded splits, after a comparison with the data they were read from.
+    """Return the run's recorded splits. Compare them and imported trajectories with the data files.
 
     None if none are recorded, or if they cannot be read. Errors: ConfigError for invalid data.
     """
@@ -101,8 +101,8 @@ def check_numbers(
 ) -> None:
     """Compute the numbers of one step again and compare them with the committed ones.
 
-    results: of the evaluations before this step, for comparison with their baseline; the result of
-    this step is added if it is an evaluation.
+    results: those of the evaluations before this step, one of which may be its baseline. If this
+    step is an evaluation, its result is added.
     """
     kind = record.step.kind
     if kind is Kind.TRAIN:

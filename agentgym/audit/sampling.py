@@ -121,6 +121,8 @@ class _Deviations:
     """Distances between logged and recomputed tokens of one set of weights.
 
     No token may exceed the hard bound, few may exceed the usual one, and their sum is bounded.
+    `add` collects the distances of an action and applies the hard bound; `close` checks the rest.
+    usual: the usual bound. tolerance: gives the hard bound and the share that may exceed the usual.
 
     In float32 the two bounds are one. In half precision a few honest tokens exceed any bound that
     is worth checking for all of them.
@@ -174,7 +176,9 @@ class _Deviations:
 
 
 class _Judge:
-    """Comparison of logged tokens with one set of weights."""
+    """Comparison of logged tokens with one set of weights. `turns_of` computes turns again,
+    `compare` checks those of one episode, and `close` checks sums over all of them.
+    """
 
     def __init__(
         self,
@@ -303,7 +307,7 @@ class _Judge:
     ) -> tuple[Tensor, ...]:
         """Return (log-probabilities, tokens drawn, outside, below) of the n tokens at `positions`,
         each [n]; the last two as `Distribution.distance`.
-        hidden: [N, H]; ids: [N]; numbers: [n] random numbers that drew the tokens.
+        hidden: [N, H]; ids: [N]; numbers: [n] random numbers of the draws; temperatures: [n].
         """
         size = max(1, HEAD_ELEMENTS // self._vocabulary)
         parts = []

@@ -77,8 +77,8 @@ def read_steps(
 ) -> list[StepRecord]:
     """Return every step of the run that has a commit, in order, with its logs decoded.
 
-    Content and keys are checked on the way. Steps with unreadable commits are left out, and so are
-    steps whose parents have not finished.
+    Content and keys are checked on the way; `content` and `lineage` receive the results. Steps with
+    unreadable commits are left out, and so are steps whose parents have not finished.
     """
     finals: dict[str, Manifest] = {}
     steps: list[StepRecord] = []
@@ -235,14 +235,15 @@ def _check_offline_stage(
 
 
 def final_of(steps: Sequence[StepRecord], kind: Kind) -> Manifest | None:
-    """Return the last commit of the run's finished step of this kind, if there is one."""
+    """Return the last commit of the run's step of this kind; None if missing or unfinished."""
     return next((record.final for record in steps if record.step.kind is kind), None)
 
 
 def draw(episodes: Sequence[Any], count: int | None, seed: int, step: str, seq: int) -> list[Any]:
-    """Draw `count` episodes at random and return them in their order; None: all.
+    """Draw `count` episodes at random and return them in their order; None, or too few: all.
 
-    Equal seed, step and `seq` give the same choice; without the seed it cannot be predicted.
+    step: name of the step; seq: number of the commit, or of the weights. Equal `seed`, `step` and
+    `seq` give the same choice; without the seed it cannot be predicted.
     """
     salt = int.from_bytes(step.encode(), "little") % 2**63 + seq + 1
     order = np.random.Generator(np.random.Philox(key=[seed, salt])).permutation(len(episodes))

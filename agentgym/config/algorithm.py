@@ -26,7 +26,7 @@ DEFAULT_RECIPE = "grpo"
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A recipe family's trainer, its data, and the state in which a stage of training starts."""
+    """The trainer of one kind of recipe, its data, and the state in which a stage starts."""
 
     trainer: str  # module with `train_stage`
     samples_every_step: bool = False  # else it learns from a set fixed at the start of the stage
@@ -322,7 +322,7 @@ def algorithm_config(recipe: str = DEFAULT_RECIPE, **settings: Any) -> Algorithm
 
 
 def max_refills(algorithm: AlgorithmConfig) -> int:
-    """Return the number of further rounds of items that one optimizer step may draw."""
+    """Return how many further rounds of items an optimizer step may draw; 0 without the setting."""
     return algorithm.max_refills if isinstance(algorithm, DynamicSamplingConfig) else 0
 
 
@@ -342,7 +342,7 @@ def carried_over(values: Mapping[str, Any], recipe: str) -> dict[str, Any]:
 
 
 def _origin(family: type[AlgorithmConfig], name: str) -> type | None:
-    """Return the class that declares the setting."""
+    """Return the class that declares the setting, `family` or a base of it; None if none does."""
     return next(
         (base for base in family.__mro__ if name in vars(base).get("__annotations__", ())), None
     )

@@ -64,8 +64,9 @@ def load_config(
     A file may begin with `extends: OTHER` (a path relative to itself): its values then replace the
     other file's.
     layers: mappings shaped like the file; each replaces values of the earlier ones, and the
-    overrides replace theirs.
-    Errors: ConfigError with one line, also for a missing file, broken YAML or a refused address.
+    overrides replace theirs. With a pretrained model, missing settings get its defaults.
+    Errors: ConfigError with one line, also for a missing file, broken YAML, an untrusted address of
+    Ray or MLflow, or settings that steps on other machines cannot use.
     """
     tree = read_tree(Path(path))
     for layer in layers:
@@ -114,7 +115,7 @@ class Setting:
 
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
-    """Yield every setting, section by section; a recipe's settings have its family's defaults."""
+    """Yield every setting, section by section. Those of a recipe have that recipe's defaults."""
     algorithm = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
     yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": algorithm}), ())
 
@@ -160,7 +161,7 @@ def config_digest(semantic: dict[str, Any]) -> str:
 
 def read_tree(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the mapping in a YAML file, merged over the file it extends, if any.
-    Errors: ConfigError with one line.
+    extended_by: files that extend this one. Errors: ConfigError with one line, also for a loop.
     """
     if path.resolve() in extended_by:
         raise ConfigError(
@@ -216,7 +217,8 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of `base` with the values of `over`, section by section; lists and env.options
     are replaced whole.
 
-    Settings of `base` that were chosen for another recipe or kind of model are left out.
+    Settings of `base` that were chosen for another recipe or kind of model are left out. Values
+    that need no merging are shared with the result, not copied.
     """
     turns_pretrained = is_pretrained(over) and not is_pretrained(base)
     result = without_sizes(base) if turns_pretrained else dict(base)

@@ -37,7 +37,7 @@ from agentgym.trust import is_here
 
 
 def _of_recipe(value: Any) -> Any:
-    """Turn a mapping into settings of its recipe's family; return other values unchanged."""
+    """Turn a mapping into the settings of the recipe it names; return other values unchanged."""
     return algorithm_config(**value) if isinstance(value, dict) else value
 
 
@@ -332,7 +332,9 @@ class RunConfig(Section):
 
     @property
     def tracking_uri(self) -> str:
-        """URI of MLflow's store. The default is absolute: MLflow keeps artifact paths as given."""
+        """URI of MLflow's store: `tracking.uri`, else an SQLite file in `state_dir` by its absolute
+        path, because MLflow keeps artifact paths as given.
+        """
         return self.tracking.uri or f"sqlite:///{(self.state_dir / 'mlflow.db').resolve()}"
 
 

@@ -23,7 +23,7 @@ def unknown_key(
     sections: Sequence[str], name: str, known: Collection[str], sought: str = ""
 ) -> str:
     """Return the error text for an unknown key.
-    sections: path to the key; sought: its likely name today.
+    sections: path to the key. known: valid names. sought: the key's likely name today.
     """
     near = difflib.get_close_matches(sought or name, known, n=1, cutoff=0.6)
     hint = (
@@ -35,12 +35,12 @@ def unknown_key(
 
 
 def setting(default: Any, description: str, **constraints: Any) -> Any:
-    """Return a field that changes results and is therefore part of the keys in the store."""
+    """Return a pydantic field that changes results and therefore is part of the store's keys."""
     return Field(default=default, description=description, **constraints)
 
 
 def operational(default: Any, description: str, **constraints: Any) -> Any:
-    """Return a field that changes where or how fast work is done, never its result.
+    """Return a pydantic field that changes where or how fast work is done, never its result.
     It is part of no key in the store.
     """
     return Field(

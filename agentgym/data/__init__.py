@@ -1,1 +1,1 @@
-"""Training and test data of agents: lists of items, trajectories of others."""
+"""Training and test data of agents: lists of items, and trajectories that other agents recorded."""

@@ -22,9 +22,9 @@ NAME = re.compile(rf"{LISTS}\.([\w-]+)\.(\w[\w.-]*)|{RECORDED}\.(\w[\w.-]*)")
 
 
 def keep_data(cfg: RunConfig, store: RunStore) -> str:
-    """Put the files that this run reads into its store, unless they are there.
+    """Copy the data files that the run may read into the store, unless they are there.
 
-    Result: their digest, `data.digest`. Errors: DataError if a file is missing on this machine.
+    Result: their digest, for `data.digest`. Errors: DataError if a file is missing on this machine.
     """
     digest = input_digest(cfg)
     files = _files(cfg)

@@ -72,7 +72,7 @@ def splits_from_json(data: bytes) -> Splits:
 
 
 def data_digest(path: Path, *envs: str) -> str:
-    """sha256 over the bytes of the environments' item lists, without parsing them.
+    """sha256 over the bytes of the environments' item lists in the dataset `path`, unparsed.
     Errors: DataError if a file is missing.
     """
     files = [path / pattern.format(env=env) for env in envs for pattern in _FILES.values()]
@@ -83,7 +83,7 @@ def data_digest(path: Path, *envs: str) -> str:
 
 
 def digest_of_files(files: Iterable[Path]) -> str:
-    """sha256 over the sha256 of each file's bytes."""
+    """sha256 over the sha256 of each file's bytes, in the given order."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.sha256(file.read_bytes()).digest())
@@ -91,7 +91,7 @@ def digest_of_files(files: Iterable[Path]) -> str:
 
 
 def _not_there(path: Path, file: Path) -> DataError:
-    """Return the error for a missing file: no dataset at all, or no lists of an environment."""
+    """Return the error for a missing `file`: the dataset `path` is missing, or lacks this list."""
     if path.is_dir():
         lists = path.glob("train/*_train.json")
         envs = sorted(train.name.removesuffix("_train.json") for train in lists)
@@ -115,13 +115,13 @@ def _not_there(path: Path, file: Path) -> DataError:
 
 
 def has_lists(path: Path, env: str) -> bool:
-    """Return True if the dataset has a train list for the environment."""
+    """Return True if the dataset `path` has a train list for the environment."""
     return (path / _FILES["train"].format(env=env)).is_file()
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
     """Merge the splits of several environments by `interleave`, so that each prefix of a split has
-    about their shares in `weights`. The digest is one of all digests; a single one is kept.
+    about their shares in `weights`. The digest is the sha256 of theirs, or that of a single part.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
@@ -270,7 +270,7 @@ class ItemStream:
 
 
 def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> ItemStream:
-    """Return the stream of train items that continues after the commit with this state."""
+    """Return the stream of train items after the commit with this `state`; {}: from the start."""
     return ItemStream(
         splits.train,
         seed=cfg.seed,
@@ -345,7 +345,7 @@ def read_json(path: Path, restore: str = "") -> Any:
     """Return the content of a JSON file, of any shape; a byte order mark is skipped.
 
     restore: advice for a broken file, in the error's text.
-    Errors: FileNotFoundError, DataError.
+    Errors: FileNotFoundError; DataError for an unreadable file, a Git LFS pointer or invalid JSON.
     """
     try:
         data = path.read_bytes()
@@ -390,8 +390,8 @@ def _read_ids(root: Path, name: str) -> list[str]:
 
 
 def _validate(rows: Sequence[tuple[str, str, int, str]], env: str, path: Path) -> None:
-    """Check the table (item_id, env, task_id, split) of both files.
-    Errors: DataError for the first rule that fails.
+    """Check rows (item_id, env, task_id, split) of both files: each is of `env`, has an index, is
+    listed once, and is in one split. Errors: DataError for the first of these rules that fails.
     """
     first: dict[tuple[str, int, str], int] = {}
     repeated = [

@@ -56,7 +56,7 @@ class Imported:
 
 
 def run_dvc(*arguments: str, timeout_s: float) -> str:
-    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after timeout_s."""
+    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after `timeout_s`."""
     shown = " ".join(("dvc", *arguments))
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -79,13 +79,13 @@ def run_dvc(*arguments: str, timeout_s: float) -> str:
 
 
 def import_dataset(url: str, rev: str, out: Path) -> Imported:
-    """Import the whole git repository at `url` into the folder `out`, at one commit, with `dvc
-    import`.
+    """Import the whole git repository at `url` (an address or a folder) into the folder `out`, at
+    one commit, with `dvc import`.
 
     rev: a full commit id, or a branch or tag, which is resolved now: the `.dvc` file pins the
     commit.
     An earlier import at that commit is kept; if its folder is missing, it is pulled.
-    A killed import starts over. A known license is noted in the `.dvc` file.
+    A call after a killed one starts over. A known license is noted in the `.dvc` file.
     Errors: ConfigError for mistakes you can correct, DataError if the folder differs from the pin,
     DvcError.
     """
@@ -132,14 +132,15 @@ def import_dataset(url: str, rev: str, out: Path) -> Imported:
 
 
 def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tuple[Path, T]:
-    """Have `write` fill the folder `out`, and pin it with `dvc add`.
+    """Call `write` with an empty folder, move this folder to `out`, and pin it with `dvc add`.
     Result: the `.dvc` file, and what `write` returned.
 
     A folder that DVC tracks already is replaced if all its files match `pattern`; DVC's cache keeps
     the earlier content.
-    A killed call starts over.
+    A call after a killed one starts over.
     pattern: glob for the file names.
-    Errors: ConfigError if the folder is not tracked or has other files; DvcError.
+    Errors: ConfigError if `out` is in no DVC project, exists untracked, is tracked but missing, or
+    has other files; DvcError.
     """
     _check_project(out)
     pointer, marker = out.with_name(f"{out.name}.dvc"), out.with_name(f".{out.name}.importing")
@@ -173,7 +174,7 @@ def track_folder(out: Path, write: Callable[[Path], T], *, pattern: str) -> tupl
 
 
 def check_pin(path: Path) -> None:
-    """Compare the folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
+    """Compare a folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
 
     DVC itself trusts its cache and, unless a remote has `verify`, every remote.
     Errors: DataError if they differ.
@@ -220,7 +221,7 @@ def _check_project(out: Path) -> None:
 
 def _refuse_lfs_pointers(out: Path, pointer: Path, url: str) -> None:
     """Refuse an import with Git LFS pointers, which DVC imports in place of files it cannot fetch.
-    Errors: DvcError, after `pointer` was deleted, so that nothing is pinned.
+    Errors: DvcError, after the `.dvc` file `pointer` was deleted, so that nothing is pinned.
     """
     for file in sorted(out.rglob("*")):
         is_small = file.is_file() and file.stat().st_size < 1024
@@ -246,8 +247,8 @@ def _read_pointer(pointer: Path) -> dict[str, Any]:
 
 
 def _pinned_source(pointer: Path) -> tuple[str, str] | None:
-    """Return (url, commit) of a DVC import; None without its file.
-    Errors: ConfigError if the file is no import.
+    """Return (url, commit) of a DVC import from its `.dvc` file; None if that is missing.
+    Errors: ConfigError if the file is unreadable or no import.
     """
     if not pointer.is_file():
         return None
@@ -261,7 +262,7 @@ def _pinned_source(pointer: Path) -> tuple[str, str] | None:
 
 
 def _resolve(url: str, rev: str) -> str:
-    """Return the full commit id that a branch or tag has now; a full id is returned unchanged.
+    """Return the full commit id that a branch or tag has now; a full id is returned unchecked.
     Errors: ConfigError if git or the repository cannot be reached, or the name is unknown.
     """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):

@@ -69,7 +69,7 @@ class Refusal:
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Refusal]]:
     """Return (rows as they are, accepted trajectories, refused rows) of a file.
-    Every row is in one of the last two. Errors: DataError for the file itself.
+    Every row is in one of the last two. Errors: DataError if the file itself cannot be used.
     """
     rows = _rows(path)
     reasons = _check_messages(rows) | _check_rows(rows)
@@ -147,16 +147,16 @@ def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[
 
 
 def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
-    """Raise DataError with the first refusals, if there are any."""
+    """Raise DataError with the first refusals and `advice` on what to do, if there are any."""
     if refusals:
         raise DataError(f"{first_of([str(refusal) for refusal in refusals], '; ')}; {advice}")
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:
-    """Return the trajectories of train items, for each environment of `splits`.
+    """Return the trajectories of train items in `folder`, for each environment of `splits`.
     Those of validation items are left out.
 
-    Errors: DataError if a file is missing, or if a run cannot learn from a row.
+    Errors: DataError if a file is missing, a run cannot learn from a row, or no trajectory is left.
     """
     result: list[Recorded] = []
     for env, part in splits.items():
@@ -239,7 +239,9 @@ def chosen(
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Write one file for each environment, in AgentGym's layout. Return rows by environment."""
+    """Write one file for each environment, in AgentGym's layout, and create the folder if needed.
+    Result: environment -> number of rows.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     by_env: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -274,7 +276,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row's messages, without a system text; a non-object becomes an empty message."""
+    """Return a row's messages without a leading system text; empty if the row has no list of them.
+    A message that is no object becomes {}.
+    """
     conversation = row.get("conversations")
     messages = (
         [message if isinstance(message, dict) else {} for message in conversation]
@@ -285,7 +289,7 @@ def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _first(row: Mapping[str, Any]) -> int:
-    """Return the index of the first observation, after an initial exchange without loss.
+    """Return the index of the first observation: 2 after an initial exchange without loss, else 0.
     That exchange has the task's instructions and the agent's promise to follow them.
     """
     messages = _conversation(row)
