@@ -114,7 +114,7 @@ class Request:
         return self.query.get(name, "").strip()[:100]
 
     def paged(self, items: Sequence[T], size: int) -> Page[T]:
-        """Return the query's page of the items, from 1 to the last. size: items per page."""
+        """Return the items' page with the query's number, limited to 1..last. size: of a page."""
         last = max(1, -(-len(items) // size))
         number = min(max(self.number("page", 1), 1), last)
         start = (number - 1) * size
@@ -168,7 +168,7 @@ Handler = Callable[..., Response]
 
 
 class Site:
-    """The routes of one site.
+    """The routes of one site; `folder` has its templates.
     `context` returns the values that all its pages show; a `closed` site requires a login.
     """
 
@@ -261,7 +261,7 @@ class Site:
         raise NotFound(f"There is nothing at {request.path}.")
 
     def _route(self, method: str, pattern: str, private: bool) -> Callable[[Handler], Handler]:
-        """Return a decorator that registers a handler for the path pattern.
+        """Return a decorator that registers a handler for the path pattern. private: needs a login.
 
         `{id}` and `{id_...}` match a whole number, `{name}` a path segment, `{name:path}` the rest.
         """

@@ -173,8 +173,8 @@ def _request(operation: str, texts: Sequence[str]) -> bytes:
 
 
 class Jvm:
-    """One Java process. Thread-safe, but calls to one slot, 0 <= slot < num_slots, must not
-    overlap.
+    """One Java process with num_slots games; the constructor starts it. Thread-safe, but calls to
+    one slot, 0 <= slot < num_slots, must not overlap.
     """
 
     def __init__(self, heap_mib: int, num_slots: int) -> None:
@@ -290,7 +290,7 @@ class Jvm:
         self._process.stdin.close()
 
     def _lose(self, reason: str) -> bool:
-        """Mark the process as lost. Return True the first time."""
+        """Mark the process as lost; the first `reason` is kept. Return True the first time."""
         with self._gate:
             first = not self._lost
             self._lost = self._lost or reason

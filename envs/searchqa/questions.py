@@ -63,7 +63,7 @@ class Embedded:
 
 @cache
 def embedded() -> Embedded:
-    """Read the embedded questions, once per process."""
+    """Return the embedded questions; their file is read once per process."""
     splits: dict[str, list[Question]] = {"train": [], "eval": []}
     with gzip.open(QUESTIONS, "rt", encoding="utf-8") as lines:
         for line in lines:

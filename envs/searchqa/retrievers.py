@@ -89,7 +89,7 @@ class Bm25:
 
 
 def tokens(text: str) -> list[str]:
-    """Return the lower-case words without stop words."""
+    """Return the words of a text in lower case, without stop words."""
     return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOPWORDS]
 
 

@@ -49,7 +49,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Act:
-    """One action and its effect on the inventory."""
+    """One action: it uses up `takes` (empty for a get) and adds n of `item` to the inventory."""
 
     takes: dict[str, int]
     item: str

@@ -24,7 +24,7 @@ _STRING_KEYS = ("exact_match", "must_include", "fuzzy_match")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One check of a page at the end: its URL, the element, and the required content."""
+    """One check of a page after `stop`: URL ("last": the open page), element, required content."""
 
     url: str
     locator: str
@@ -100,7 +100,7 @@ class _Field:
 
 
 def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
-    """Load the tasks by id, with their placeholders replaced.
+    """Load the tasks by id, with placeholders such as __SHOPPING__ replaced by the sites' URLs.
 
     path: a JSON list, or a folder with one file for each task. sites: name -> URL.
     skip_missing: leave out tasks of sites that are not configured.

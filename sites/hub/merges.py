@@ -1,4 +1,4 @@
-"""A project's merge requests."""
+"""Pages of a project's merge requests."""
 
 from __future__ import annotations
 
