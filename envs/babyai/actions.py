@@ -56,9 +56,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why an action cannot be carried out; `readable` is false if the text is no action
-    at all.
-    """
+    """The reason why an action cannot be carried out; not `readable` if the text is no action."""
 
     reason: str
     readable: bool = True
@@ -145,8 +143,8 @@ def offer(view: View, compass: int) -> dict[str, Command]:
 
 
 def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, Path]]:
-    """Return (paths that end in front of each object, facing it; paths into each open door).
-    Unreachable objects are left out. compass: as in `offer`.
+    """Return two dicts by the object's cell: paths that end in front of the object, facing it, and
+    paths into open doors. Unreachable objects are left out. compass: as in `offer`.
 
     The search is breadth first. Unseen cells and closed doors count as free; a walk that is blocked
     stops there.

@@ -69,9 +69,7 @@ def pick_level(levels: Sequence[str], task_id: int) -> tuple[str, int]:
 
 
 def make_level(name: str) -> Any:
-    """Return a new minigrid environment without gymnasium's wrappers. Reset it with a seed before
-    use.
-    """
+    """Return a new minigrid environment, without gymnasium's wrappers and not yet reset."""
     return registered()[name]()
 
 

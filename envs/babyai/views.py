@@ -74,9 +74,7 @@ class View:
 
     @property
     def blocked(self) -> frozenset[Cell]:
-        """Return the cells in view that the agent cannot walk through. Doors are not among them: a
-        closed one may open.
-        """
+        """Return the cells in view that the agent cannot enter, without doors, which may open."""
         return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
 
 
@@ -92,7 +90,6 @@ def number(objects: Iterable[VisibleObject]) -> list[tuple[VisibleObject, int]]:
 
 def decode(image: Any) -> View:
     """Return the view in minigrid's image.
-
     image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up.
     """
     objects, walls = [], []

@@ -123,7 +123,9 @@ class Line:
         return bytes(answer)
 
     def _exchange(self, request: bytes, answer: bytearray) -> Iterator[tuple[FileIO, int]]:
-        """Write the request and read into `answer`. Yield (pipe, poll event) to wait for."""
+        """Write the request, read into `answer`; yield (pipe, poll event) to wait for.
+        Errors: EOFError if the process closes its end.
+        """
         while request:
             request = request[self._requests.write(request) or 0 :]
             if request:

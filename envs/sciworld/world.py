@@ -46,7 +46,7 @@ class Options:
 
 
 class World:
-    """One episode. Methods raise JvmLost, those other than steps also GameFailed; both end it."""
+    """One episode. Methods may raise JvmLost or, other than in a step, GameFailed, which end it."""
 
     def __init__(self, pool: Pool, options: Options) -> None:
         self._pool = pool
@@ -137,9 +137,7 @@ class World:
         return float(self.score) if agentgym else max(self.score, 0) / SOLVED
 
     def render(self) -> tuple[str, bytes]:
-        """Return JSON: the task, the agent's room and inventory, and all rooms with their
-        objects.
-        """
+        """Return (media type, JSON): the task, the agent's room and inventory, and all rooms."""
         rooms = json.loads(self._ours().call("u")[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
@@ -167,7 +165,7 @@ class World:
         return self._ours().call("a", "getValidActionObjectCombinations")[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
-        """Call these methods of the engine and return their answers as texts, in order."""
+        """Call these methods of the engine; return each answer as a text, a list as lines."""
         return self._ours().call("a", *names)
 
     def tree(self) -> Any:

@@ -20,9 +20,7 @@ FIRST_TRAIN_ID = 51_713
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One search on the way to the answer: its query, the title of the document with the fact, and
-    the fact.
-    """
+    """One search on the way to the answer: a query, and the title and fact of the document."""
 
     query: str
     title: str

@@ -73,7 +73,6 @@ class SearchR1:
 
     def __init__(self, url: str, timeout_s: float = 20.0) -> None:
         """Check the URL; nothing is sent before the first search.
-
         timeout_s: of a request, including retries; a query may wait as long again for its turn.
         Errors: ValueError for an invalid URL.
         """

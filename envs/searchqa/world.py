@@ -147,7 +147,7 @@ class Episode:
         return self._result(information(documents, self.options.max_doc_chars))
 
     def _answer(self, answer: str) -> StepResult:
-        """Grade an answer; an exact match pays 1. A wrong one ends the episode in mode strict only."""
+        """Grade an answer; an exact match pays 1. In mode strict a wrong one ends the episode."""
         answer = answer.strip()
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))

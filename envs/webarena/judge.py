@@ -139,7 +139,8 @@ def _negated(text: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A judge that asks a model: `POST {base_url}/chat/completions`, temperature 0.
-    `timeout_s` limits all attempts at one verdict together.
+    `timeout_s` limits all attempts at one verdict together. The model sees the first MAX_ANSWER
+    characters of an answer.
     """
 
     base_url: str
