@@ -68,7 +68,7 @@ def normalise(text: str) -> str:
 
 
 def plan_low(text: str) -> list[Move] | Refusal:
-    """Return the move that the normalised text names, in a list; a refusal if it names none."""
+    """Return the move that a text from `normalise` names, in a list; a refusal if none."""
     move = LOW.get("pickup" if text == "pick up" else text)
     return Refusal(UNREADABLE, readable=False) if move is None else [move]
 
@@ -76,7 +76,7 @@ def plan_low(text: str) -> list[Move] | Refusal:
 def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence[Move] | Refusal:
     """Return the moves of a command, or a refusal. No moves: the command's goal is already reached.
 
-    text: normalised. offered: the result of `offer`.
+    text: from `normalise`. offered: the result of `offer`.
     Accepted in addition to the offered commands: `pick up`, `the`, a name without its number or
     state, and `toggle` in front of any door or box.
     """

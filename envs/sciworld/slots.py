@@ -160,8 +160,8 @@ class SlotPool:
         return slot
 
     def warm(self, num_games: int) -> None:
-        """Open up to num_games slots, at most one process's, load two tasks in each and release
-        them: slots share neither classes nor compiled code. Errors: GameFailed, JvmLost.
+        """Load two tasks in up to num_games slots, at most one process's, then release the slots:
+        slots share neither classes nor compiled code. Errors: GameFailed, JvmLost.
         """
         slots = [self._take() for _ in range(min(num_games, self._slots_per_jvm))]
         try:

@@ -149,8 +149,8 @@ class StockSlot:
 
 
 def start() -> StockSlot:
-    """Start a Java process and return its game. Its gateway has a free loopback port and is
-    protected by a token; it ends with this process.
+    """Start a Java process, which ends with this one, and return its game. Its gateway has a free
+    loopback port and is protected by a token.
     Errors: Py4JError if it does not answer; it is killed then.
     """
     from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway

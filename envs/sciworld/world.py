@@ -46,7 +46,7 @@ class Options:
 
 
 class World:
-    """One episode. Methods may raise JvmLost or, other than in a step, GameFailed, which end it."""
+    """One episode. Methods may raise JvmLost or, except in a step, GameFailed; either ends it."""
 
     def __init__(self, pool: Pool, options: Options) -> None:
         self._pool = pool

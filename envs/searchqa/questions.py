@@ -20,7 +20,7 @@ FIRST_TRAIN_ID = 51_713
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One search on the way to the answer: a query, and the title and fact of the document."""
+    """One search on the way to the answer: a query, and the title and fact of a document."""
 
     query: str
     title: str

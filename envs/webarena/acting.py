@@ -24,7 +24,7 @@ by * window.innerHeight; }"""
 
 
 async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
-    """Execute the action in the current tab, or on the tabs; `stop` does nothing.
+    """Execute the action in the current tab or on the list of tabs; `stop` does nothing.
 
     element: the target of click, hover and type, else None.
     A page that cannot be opened becomes a note of `tabs`.

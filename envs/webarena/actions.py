@@ -72,7 +72,7 @@ class Action:
     """One parsed action.
 
     number: an element's id or a tab's index; -1 without a usable one.
-    text: to type, keys to press (Playwright's names), up or down, URL to open, or answer.
+    text: text to type, keys to press (Playwright's names), up or down, URL to open, or answer.
     """
 
     kind: str  # a key of _GRAMMAR

@@ -153,7 +153,7 @@ class Chromium:
 
     async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
         """Open a context in a living browser; return (launch, context). Close it with `release`.
-        settings: of Playwright's `new_context`.
+        settings: arguments of Playwright's `new_context`.
         Errors: BrowserLost if no browser can be launched or it opens no context.
         """
         for attempt in (1, 2):

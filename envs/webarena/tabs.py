@@ -266,7 +266,7 @@ class Tabs:
             raise
 
     async def input(self, sent: Awaitable[None]) -> None:
-        """Send a few keys or a click.
+        """Send a few keys or a click, the request `sent`.
 
         A page that navigates away meanwhile never confirms them: that is no failure of the browser.
         Errors: those of `ask`; Refusal if the page answers but does not confirm them.
