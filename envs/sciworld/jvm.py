@@ -194,7 +194,7 @@ class Jvm:
         pipes = [pipe for line in self._lines for pipe in line.theirs]
         descriptors = [pipe.fileno() for pipe in pipes]
         try:
-            # its stdin closes when this process ends, however it ends; it exits then
+            # it exits when its stdin closes, which happens even if this process is killed
             self._process = subprocess.Popen(
                 [*command, *map(str, descriptors)],
                 stdin=subprocess.PIPE,

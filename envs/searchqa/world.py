@@ -98,7 +98,7 @@ class Episode:
         return f"Question: {self.question.text}"
 
     def step(self, action: str) -> StepResult:
-        """Carry out the search or answer in a reply. After the end it has no effect and no reward.
+        """Carry out the search or answer in a reply; after the episode's end do and pay nothing.
         Errors: RetrieverError.
         """
         if self.ended:

@@ -76,7 +76,7 @@ class Need:
     name: str  # item or kind, as in the parent's recipe
     item: str
     n: int
-    held: int  # of n, already in the inventory
+    held: int  # of n, from the inventory or a recipe's surplus
     recipe: Recipe | None  # makes the missing items; None if nothing has to be crafted
 
 

@@ -57,7 +57,7 @@ class Verdict:
 def evaluate(task: Task, answer: str, page: FinalPage, helpers: Helpers, judge: Judge) -> Verdict:
     """Return the verdict on a task; its score is the product of its parts. answer: text of `stop`.
     The parts are judged in the task file's order, because program_html opens other pages.
-    Errors: GraderFailed or BrowserLost if there is no verdict.
+    Errors: GraderFailed, BrowserLost, TimeoutError or playwright's Error without a verdict.
     """
     rules, verdict = task.evaluation, Verdict(1.0)
     for kind in rules.types:

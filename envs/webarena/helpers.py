@@ -33,7 +33,7 @@ KNOWN = {
     "shopping_get_latest_order_url": 0,
     "shopping_get_sku_latest_review_author": 1,
     "shopping_get_sku_latest_review_rating": 1,
-    "gitlab_get_project_memeber_role": 2,  # spelt like this in the task file
+    "gitlab_get_project_memeber_role": 2,  # spelled like this in the task file
 }
 _POST = re.compile(r"/f/[^/]+/\d+(?=/|$)")
 _ROLE = """name => {

@@ -28,7 +28,7 @@ class Target:
 
     url: str
     locator: str
-    exact: str | None  # text that the content must equal; None: see below
+    exact: str | None  # text that the content must equal; None: see must_include
     must_include: tuple[str, ...]  # texts that the content must all include
     prep_actions: tuple[str, ...] = ()
 
