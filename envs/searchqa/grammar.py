@@ -79,8 +79,8 @@ def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text; if it is longer than max_chars, cut it after its last whole word within
-    them and append " ...". 0 means no limit.
+    """Return the text; if it is longer than max_chars, cut it after the last whole word that
+    fits and append " ...", which is not counted. 0 means no limit.
     """
     if not max_chars or len(text) <= max_chars:
         return text
