@@ -31,7 +31,7 @@ class Seed(Generic[R]):
         self._indexes: dict[str, dict[Any, list[int]]] = {}
 
     def ids(self, field: str, value: Any) -> list[int]:
-        """Return the ids of the records whose `field` is `value`, in the seed's order."""
+        """Return ids of records whose `field` is `value`, in the seed's order, as a shared list."""
         index = self._indexes.get(field)
         if index is None:
             index = {}

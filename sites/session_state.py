@@ -23,7 +23,7 @@ DEMO = 1  # id of the demo user of each site
 class Note:
     """A message that a site's next page shows, and the values typed into a refused form."""
 
-    kind: str
+    kind: str  # success or error
     text: str
     typed: Mapping[str, str] = field(default_factory=dict)
 

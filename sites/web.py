@@ -92,7 +92,7 @@ class Request:
         return redirect(self.back())
 
     def back(self) -> str:
-        """Return path and query of the page that sent the request; "/" if it is of another site."""
+        """Return path and query of the referring page, "/" if unknown or of another site."""
         referer = urlsplit(self.referer)
         is_here = referer.netloc.partition(":")[0] == self.host
         if not is_here or not referer.path.startswith("/") or referer.path.startswith("//"):
@@ -100,12 +100,12 @@ class Request:
         return referer.path + (f"?{referer.query}" if referer.query else "")
 
     def visitor(self, users: Table[R]) -> R | None:
-        """Return the record of the logged-in visitor; None when logged out."""
+        """Return the logged-in visitor's record in `users`; None when logged out."""
         login = self.world.logins[self.site.name]
         return None if login is None else users[login]
 
     def me(self, users: Table[R]) -> R:
-        """Return the record of the visitor; call it only for pages that require a login."""
+        """Return the visitor's record in `users`; call it only for pages that require a login."""
         user = self.visitor(users)
         assert user is not None
         return user
@@ -114,7 +114,7 @@ class Request:
         return self.query.get(name, "").strip()[:100]
 
     def paged(self, items: Sequence[T], size: int) -> Page[T]:
-        """Return the query's page of the items, from 1 to the last. size: items per page."""
+        """Return the query's page of the items, the nearest if missing. size: items per page."""
         last = max(1, -(-len(items) // size))
         number = min(max(self.number("page", 1), 1), last)
         start = (number - 1) * size
@@ -131,7 +131,7 @@ class Request:
         return value if value in among else default
 
     def day(self, name: str, label: str) -> date | None:
-        """Parse the date `name` of the query; None if empty. Errors: Refused if it is no date."""
+        """Parse the query's date `name`; None if empty. Errors: Refused, naming `label`."""
         value = self.query.get(name, "").strip()
         return parse_day(value, label) if value else None
 
@@ -141,7 +141,9 @@ class Request:
         return f"{quote(self.path)}?{urlencode(query)}" if query else quote(self.path)
 
     def text(self, name: str, label: str, max_chars: int = 200, required: bool = True) -> str:
-        """Return a form field, stripped. Errors: Refused if too long, or required and empty."""
+        """Return the form field `name`, stripped. label: its name in messages.
+        Errors: Refused if it is too long, or required and empty.
+        """
         value = self.form.get(name, "").replace("\r\n", "\n").replace("\x00", "").strip()
         if required and not value:
             raise Refused(f"{label} is a required field.")
@@ -168,7 +170,7 @@ Handler = Callable[..., Response]
 
 
 class Site:
-    """The routes of one site.
+    """The routes of one site; `folder` has its templates.
     `context` returns the values that all its pages show; a `closed` site requires a login.
     """
 
@@ -261,7 +263,7 @@ class Site:
         raise NotFound(f"There is nothing at {request.path}.")
 
     def _route(self, method: str, pattern: str, private: bool) -> Callable[[Handler], Handler]:
-        """Return a decorator that registers a handler for the path pattern.
+        """Return a decorator that registers a handler for the path pattern. private: needs a login.
 
         `{id}` and `{id_...}` match a whole number, `{name}` a path segment, `{name:path}` the rest.
         """
@@ -318,7 +320,7 @@ def existing(record: T | None, missing: str) -> T:
 
 
 def look_up(table: Table[R], id: int, noun: str, **fields: Any) -> R:
-    """Return the record of an id. Errors: NotFound without it or if its `fields` differ."""
+    """Return the record of an id. Errors: NotFound, naming `noun`, if absent or `fields` differ."""
     return existing(table.get(id, **fields), f"This {noun} does not exist.")
 
 

@@ -71,7 +71,6 @@ def worked_examples(options: Options) -> tuple[Example, ...]:
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: levels (list of names, or "agentgym"), view, actions,
     reward (see the README).
-
     Errors: ValueError naming the key or value and the nearest known one.
     """
     chosen = choose("babyai", options, DEFAULTS)

@@ -56,9 +56,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why an action cannot be carried out; `readable` is false if the text is no action
-    at all.
-    """
+    """The reason why an action cannot be carried out; not `readable` if the text is no action."""
 
     reason: str
     readable: bool = True
@@ -70,7 +68,7 @@ def normalise(text: str) -> str:
 
 
 def plan_low(text: str) -> list[Move] | Refusal:
-    """Return one move, or a refusal if the text is no move."""
+    """Return the move that a text from `normalise` names, in a list; a refusal if none."""
     move = LOW.get("pickup" if text == "pick up" else text)
     return Refusal(UNREADABLE, readable=False) if move is None else [move]
 
@@ -78,6 +76,7 @@ def plan_low(text: str) -> list[Move] | Refusal:
 def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence[Move] | Refusal:
     """Return the moves of a command, or a refusal. No moves: the command's goal is already reached.
 
+    text: from `normalise`. offered: the result of `offer`.
     Accepted in addition to the offered commands: `pick up`, `the`, a name without its number or
     state, and `toggle` in front of any door or box.
     """
@@ -144,8 +143,8 @@ def offer(view: View, compass: int) -> dict[str, Command]:
 
 
 def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, Path]]:
-    """Return (paths that end in front of each object, facing it; paths into each open door).
-    Unreachable objects are left out.
+    """Return two dicts by the object's cell: paths that end in front of the object, facing it, and
+    paths into open doors. Unreachable objects are left out. compass: as in `offer`.
 
     The search is breadth first. Unseen cells and closed doors count as free; a walk that is blocked
     stops there.

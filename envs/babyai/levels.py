@@ -69,9 +69,7 @@ def pick_level(levels: Sequence[str], task_id: int) -> tuple[str, int]:
 
 
 def make_level(name: str) -> Any:
-    """Return a new minigrid environment without gymnasium's wrappers. Reset it with a seed before
-    use.
-    """
+    """Return a new minigrid environment, without gymnasium's wrappers and not yet reset."""
     return registered()[name]()
 
 
@@ -96,7 +94,7 @@ def _told(thing: Any) -> Any:
 
 @cache
 def registered() -> dict[str, Any]:
-    """Return short name -> maker. Of several versions of a level the newest has the short name."""
+    """Return short level name -> function that makes the level in its newest version."""
     makers: dict[str, Any] = {}
     specs = [spec for spec in gymnasium.registry.values() if spec.id.startswith("BabyAI-")]
     for spec in sorted(specs, key=lambda spec: spec.version or 0):

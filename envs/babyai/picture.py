@@ -85,7 +85,8 @@ _DOOR_STATES = ("open", "closed", "locked")
 
 def grid_of(env: MiniGridEnv) -> dict[str, Any]:
     """Return the world from above in JSON types: width, height, mission, agent (x, y, direction: 0
-    right, 1 down, 2 left, 3 up), carrying, and things with x from the left and y from the top.
+    right, 1 down, 2 left, 3 up), carrying (or None), and things: x from the left, y from the top,
+    kind, color, state.
     """
     width, height = int(env.grid.width), int(env.grid.height)
     things = [

@@ -65,7 +65,7 @@ class View:
     @property
     def barrier(self) -> tuple[str, int] | None:
         """Return (kind, distance) of the nearest wall or box straight ahead, None without one.
-        AgentGym reports it as faced; it ignores balls, keys and doors.
+        AgentGym reports this one as faced. Balls, keys and doors do not count.
         """
         ahead = [("box", obj.ahead) for obj in self.objects if obj.kind == "box" and obj.left == 0]
         if self.wall_ahead is not None:
@@ -74,9 +74,7 @@ class View:
 
     @property
     def blocked(self) -> frozenset[Cell]:
-        """Return the cells in view that the agent cannot walk through. Doors are not among them: a
-        closed one may open.
-        """
+        """Return the cells in view that the agent cannot enter, without doors, which may open."""
         return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
 
 
@@ -92,7 +90,6 @@ def number(objects: Iterable[VisibleObject]) -> list[tuple[VisibleObject, int]]:
 
 def decode(image: Any) -> View:
     """Return the view in minigrid's image.
-
     image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up.
     """
     objects, walls = [], []
@@ -123,7 +120,7 @@ def decode(image: Any) -> View:
 
 
 def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
-    """Describe the view in a few words for a small model; empty parts are left out."""
+    """Describe the view in a few words for a small model; empty arguments add no line."""
     parts = [f"{obj.name} {_where(obj)}" for obj in view.objects]
     wall = view.wall_ahead
     if wall is not None:
@@ -140,8 +137,8 @@ def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str
 
 
 def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence[str] = ()) -> str:
-    """Describe the view in AgentGym's structure: the goal, the objects in whole sentences, and the
-    list of actions possible now.
+    """Describe the view in AgentGym's structure: the goal, the objects in whole sentences, a
+    closing line, and the list of actions possible now. An empty goal or closing adds no line.
     """
     sentences = [
         f"There is a {obj.agentgym_name} {count} {_where_in_words(obj)}."

@@ -92,7 +92,7 @@ class World:
         return self._carry_out(plan) if plan else self._stay(self._unmoved())
 
     def render(self) -> tuple[str, bytes]:
-        """Return a PNG of the whole grid; its text chunk `grid` lists the objects as JSON."""
+        """Return (media type, PNG of the grid); its text chunk `grid` lists the objects as JSON."""
         png, metadata = io.BytesIO(), PngInfo()
         metadata.add_text("grid", json.dumps(grid_of(self.env), separators=(",", ":")))
         Image.fromarray(self.env.render()).save(png, format="png", pnginfo=metadata)
@@ -253,7 +253,6 @@ class Bot:
 
     def _in_words(self, move: Move) -> str:
         """Return a move as an action's text.
-
         The grammars have no text for `done`, which only checks the mission. The low grammar gets a
         pickup or drop that is impossible now, which has the same effect. The high grammar gets
         "turn left"; a later action turns back. A pickup that is not offered becomes CHECK.

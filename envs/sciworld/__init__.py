@@ -41,7 +41,6 @@ its number alone. There is a limit on moves."""
 
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: tasks, max_moves, reward, protocol (see the README).
-
     Errors: ValueError in one line, naming the key or value and the nearest known one, or a missing
     program and how to install it.
     """

@@ -1,4 +1,4 @@
-"""The routes of AgentGym's own ScienceWorld server."""
+"""Replies on the routes of AgentGym's own ScienceWorld server."""
 
 from __future__ import annotations
 

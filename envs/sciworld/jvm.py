@@ -123,7 +123,9 @@ class Line:
         return bytes(answer)
 
     def _exchange(self, request: bytes, answer: bytearray) -> Iterator[tuple[FileIO, int]]:
-        """Write the request and read into `answer`. Yield (pipe, poll event) to wait for."""
+        """Write the request, read into `answer`; yield (pipe, poll event) to wait for.
+        Errors: EOFError if the process closes its end.
+        """
         while request:
             request = request[self._requests.write(request) or 0 :]
             if request:
@@ -173,8 +175,8 @@ def _request(operation: str, texts: Sequence[str]) -> bytes:
 
 
 class Jvm:
-    """One Java process. Thread-safe, but calls to one slot, 0 <= slot < num_slots, must not
-    overlap.
+    """One Java process with num_slots games; the constructor starts it. Thread-safe, but calls to
+    one slot, 0 <= slot < num_slots, must not overlap.
     """
 
     def __init__(self, heap_mib: int, num_slots: int) -> None:
@@ -192,7 +194,7 @@ class Jvm:
         pipes = [pipe for line in self._lines for pipe in line.theirs]
         descriptors = [pipe.fileno() for pipe in pipes]
         try:
-            # its stdin closes when this process ends, however it ends; it exits then
+            # it exits when its stdin closes, which happens even if this process is killed
             self._process = subprocess.Popen(
                 [*command, *map(str, descriptors)],
                 stdin=subprocess.PIPE,
@@ -290,7 +292,7 @@ class Jvm:
         self._process.stdin.close()
 
     def _lose(self, reason: str) -> bool:
-        """Mark the process as lost. Return True the first time."""
+        """Mark the process as lost; the first `reason` is kept. Return True the first time."""
         with self._gate:
             first = not self._lost
             self._lost = self._lost or reason

@@ -105,7 +105,7 @@ class Slot:
             raise
 
     async def call_async(self, operation: str, *texts: str) -> list[str]:
-        """Carry out an operation without a thread, see `call`."""
+        """Carry out an operation without blocking a thread, see `call`."""
         try:
             return await self.process.jvm.call_async(
                 operation, self.number, texts, timeout_s=self.pool._call_timeout_s
@@ -160,10 +160,8 @@ class SlotPool:
         return slot
 
     def warm(self, num_games: int) -> None:
-        """Open up to one process's slots and load two tasks in each: slots share neither classes
-        nor compiled code.
-
-        Errors: GameFailed, JvmLost.
+        """Load two tasks in up to num_games slots, at most one process's, then release the slots:
+        slots share neither classes nor compiled code. Errors: GameFailed, JvmLost.
         """
         slots = [self._take() for _ in range(min(num_games, self._slots_per_jvm))]
         try:

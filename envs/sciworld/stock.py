@@ -30,7 +30,7 @@ HEAP_MIB = 160
 
 
 def make_pool() -> Pool:
-    """Return a SlotPool, or a StockPool if WRAPPER is missing.
+    """Return a SlotPool; with a warning a StockPool if WRAPPER is missing. No process starts yet.
     Errors: ValueError if Java or the engine is missing.
     """
     find_java()
@@ -149,9 +149,9 @@ class StockSlot:
 
 
 def start() -> StockSlot:
-    """Start a Java process with a gateway on a free loopback port, protected by a token. It ends
-    with this process.
-    Errors: Py4JError if it does not answer.
+    """Start a Java process, which ends with this one, and return its game. Its gateway has a free
+    loopback port and is protected by a token.
+    Errors: Py4JError if it does not answer; it is killed then.
     """
     from py4j.java_gateway import GatewayParameters, JavaGateway, launch_gateway
 

@@ -46,7 +46,7 @@ class Options:
 
 
 class World:
-    """One episode. Methods may raise GameFailed (not a step) or JvmLost, which end the episode."""
+    """One episode. Methods may raise JvmLost or, except in a step, GameFailed; either ends it."""
 
     def __init__(self, pool: Pool, options: Options) -> None:
         self._pool = pool
@@ -75,7 +75,9 @@ class World:
         return f"{self.description}\n{self.room}"
 
     def step(self, action: str) -> StepResult:
-        """Take an action; if the engine raises, the episode ends (`_broken`). Errors: JvmLost."""
+        """Take an action, cut to LONGEST characters. If the engine raises, the episode ends with
+        outcome 0 (`_broken`). Errors: JvmLost.
+        """
         try:
             return self._stepped(action, self._ours().call("s", action[:LONGEST]))
         except GameFailed as error:
@@ -89,8 +91,8 @@ class World:
             return self._broken(action, error)
 
     def _broken(self, action: str, error: GameFailed) -> StepResult:
-        """Return the result of a step in which the engine raised: the episode ends with outcome 0,
-        so that a crash does not pay more than a lost episode.
+        """Log the engine's error and return the step's result: the episode ends with outcome 0, so
+        that a crash does not pay more than a lost episode.
         """
         logger.error(
             "task %s %d: the engine raised on %.200r; the episode scores 0",
@@ -135,9 +137,7 @@ class World:
         return float(self.score) if agentgym else max(self.score, 0) / SOLVED
 
     def render(self) -> tuple[str, bytes]:
-        """Return JSON: the task, the agent's room and inventory, and all rooms with their
-        objects.
-        """
+        """Return (media type, JSON): the task, the agent's room and inventory, and all rooms."""
         rooms = json.loads(self._ours().call("u")[0])["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
@@ -165,7 +165,7 @@ class World:
         return self._ours().call("a", "getValidActionObjectCombinations")[0].splitlines()
 
     def ask(self, *names: str) -> list[str]:
-        """Call these methods of the engine and return their answers as texts, in order."""
+        """Call these methods of the engine; return each answer as a text, a list as lines."""
         return self._ours().call("a", *names)
 
     def tree(self) -> Any:

@@ -133,7 +133,6 @@ def _thoughtful(action: str) -> str:
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: mode, protocol, topk, max_doc_chars, questions,
     retriever, retriever_timeout_s (see the README).
-
     Errors: ValueError naming the key or value and the nearest known one, or the missing file.
     """
     chosen = choose("searchqa", options, DEFAULTS)

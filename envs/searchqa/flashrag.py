@@ -95,7 +95,10 @@ class FlashRag:
         return len(self._rows)
 
     def __getitem__(self, task_id: int) -> Question:
-        """Return a question. Errors: ValueError naming the id's expected data set, row and file."""
+        """Return a question.
+        Errors: UnknownTask naming the id's expected data set, row and file; ValueError if the row
+        has no answer.
+        """
         id_range = find_range(task_id)
         row = self._rows.get(task_id)
         if row is None:
@@ -134,7 +137,7 @@ class FlashRag:
 
 
 def find_range(task_id: int) -> Range:
-    """Return the range of an id. Errors: ValueError for an id outside the published ranges."""
+    """Return the range of an id. Errors: UnknownTask for an id outside the published ranges."""
     for id_range in RANGES:
         if id_range.first <= task_id <= id_range.last:
             return id_range

@@ -25,7 +25,6 @@ class Action:
 
 def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
     """Return the first `<search>..</search>` or `<answer>..</answer>`; None if there is neither.
-
     thoughts_act: tags inside thoughts count, too.
     A tag that is never closed is text. Time is linear in the length of the reply.
     """
@@ -39,7 +38,7 @@ def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
 
 
 def last_answer(reply: str, *, thoughts_act: bool = False) -> str:
-    """Return the content of the last `<answer>` pair; empty if there is none."""
+    """Return the content of the last `<answer>` pair; empty if none. thoughts_act: see `parse`."""
     body = reply if thoughts_act else without_thoughts(reply)
     return max(_pairs(body, "answer"), default=(0, ""))[1]
 
@@ -80,8 +79,8 @@ def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
 
 
 def cut(text: str, max_chars: int) -> str:
-    """Return the text; if it is longer than max_chars, cut it after its last whole word within
-    them and append " ...". 0 means no limit.
+    """Return the text; if it is longer than max_chars, cut it after the last whole word that
+    fits and append " ...", which is not counted. 0 means no limit.
     """
     if not max_chars or len(text) <= max_chars:
         return text

@@ -20,9 +20,7 @@ FIRST_TRAIN_ID = 51_713
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """One search on the way to the answer: its query, the title of the document with the fact, and
-    the fact.
-    """
+    """One search on the way to the answer: a query, and the title and fact of a document."""
 
     query: str
     title: str
@@ -63,7 +61,7 @@ class Embedded:
 
 @cache
 def embedded() -> Embedded:
-    """Read the embedded questions, once per process."""
+    """Return the embedded questions; their file is read once per process."""
     splits: dict[str, list[Question]] = {"train": [], "eval": []}
     with gzip.open(QUESTIONS, "rt", encoding="utf-8") as lines:
         for line in lines:

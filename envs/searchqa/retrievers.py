@@ -71,9 +71,7 @@ class Bm25:
         self._vocabulary = vocabulary
 
     def search(self, query: str, topk: int) -> list[Document]:
-        """Return at most `topk` documents, best first; only those that share a word with the
-        query.
-        """
+        """Return at most `topk` documents that share a word with the query, best first."""
         ids = [self._vocabulary[token] for token in tokens(query) if token in self._vocabulary]
         if not ids:
             return []
@@ -89,7 +87,7 @@ class Bm25:
 
 
 def tokens(text: str) -> list[str]:
-    """Return the lower-case words without stop words."""
+    """Return the words of a text in lower case, without stop words."""
     return [word for word in re.findall(r"\w+", text.lower()) if word not in _STOPWORDS]
 
 

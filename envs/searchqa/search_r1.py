@@ -73,7 +73,6 @@ class SearchR1:
 
     def __init__(self, url: str, timeout_s: float = 20.0) -> None:
         """Check the URL; nothing is sent before the first search.
-
         timeout_s: of a request, including retries; a query may wait as long again for its turn.
         Errors: ValueError for an invalid URL.
         """
@@ -89,7 +88,9 @@ class SearchR1:
         self._turn = threading.Lock()
 
     def search(self, query: str, topk: int) -> list[Document]:
-        """Return at most `topk` documents, best first. Errors: RetrieverError naming the URL."""
+        """Return at most `topk` documents, best first; none if the server refuses this query.
+        Errors: RetrieverError naming the URL.
+        """
         deadline = time.monotonic() + self._timeout_s
         request = _Asked(query, topk)
         self._waiting.append(request)
@@ -111,7 +112,9 @@ class SearchR1:
         return request.answer
 
     def _serve_waiting(self) -> None:
-        """Answer up to MAX_BATCH waiting queries, normally including the caller's."""
+        """Send up to MAX_BATCH waiting queries, normally the caller's too, and store the documents
+        or the error in each of them. The caller must hold `_turn`.
+        """
         time.sleep(WINDOW_S)
         batch: list[_Asked] = []
         # popleft until IndexError: a query that timed out may be removed at any moment

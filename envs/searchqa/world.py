@@ -98,7 +98,7 @@ class Episode:
         return f"Question: {self.question.text}"
 
     def step(self, action: str) -> StepResult:
-        """Carry out the search or answer in a reply. After the end it has no effect and no reward.
+        """Carry out the search or answer in a reply; after the episode's end do and pay nothing.
         Errors: RetrieverError.
         """
         if self.ended:
@@ -147,7 +147,7 @@ class Episode:
         return self._result(information(documents, self.options.max_doc_chars))
 
     def _answer(self, answer: str) -> StepResult:
-        """Grade an answer; an exact match pays 1. In mode agentgym a wrong one is not the end."""
+        """Grade an answer; an exact match pays 1. In mode strict a wrong one ends the episode."""
         answer = answer.strip()
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))
@@ -201,7 +201,7 @@ class Researcher:
         )
 
     def _shown(self, answer: str, title: str = "") -> bool:
-        """Return True if a shown document contains the answer; title: only that document counts."""
+        """Return True if a shown document, of this title unless empty, contains the answer."""
         limit = self._episode.options.max_doc_chars
         for search in self._episode.searched:
             for document in search.documents:

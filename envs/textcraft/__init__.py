@@ -47,7 +47,7 @@ Anything else changes nothing. The task is over as soon as you have crafted the 
 
 
 class TextCraftCreate(BaseModel):
-    """Body of a create. It is required, but the reset that follows overrides its recipes."""
+    """Body of a create request. It must exist, but the reset that follows overrides its values."""
 
     commands: str | None = None
     goal: str | None = None
@@ -104,7 +104,6 @@ def worked_examples() -> tuple[Example, ...]:
 def spec(options: dict[str, Any]) -> EnvSpec:
     """Make the environment from its options: recipes, digest, min_depth, max_depth, goals,
     distractors, max_steps, protocol (see the README).
-
     Errors: ValueError in one line, naming the key or value and the nearest known one.
     """
     chosen = choose("textcraft", options, DEFAULTS)

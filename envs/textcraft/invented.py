@@ -21,7 +21,7 @@ _ID = re.compile(r"#?[a-z0-9_.:/-]+")
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A recipe as it was read or invented; names are ids without `minecraft:`, generic
-    ingredients begin with #.
+    ingredients begin with #. Errors: ValueError for a bad name or count, or too many ingredients.
     """
 
     output: str

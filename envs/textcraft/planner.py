@@ -33,9 +33,7 @@ class Choices:
         )
 
     def others(self, item: str) -> Iterator[Choices]:
-        """Yield other choices for one item: each of its recipes, also with each member of one kind
-        in that recipe.
-        """
+        """Yield choices with each recipe of the item, and with each member of a kind in it."""
         for recipe in self.book.by_output.get(item, ()):
             recipes = {**self.recipes, item: recipe}
             yield Choices(self.book, recipes, self.members)
@@ -49,7 +47,7 @@ class Choices:
 
 @dataclass(slots=True)
 class Act:
-    """One action and its effect on the inventory."""
+    """One action: it uses up `takes` (empty for a get) and adds n of `item` to the inventory."""
 
     takes: dict[str, int]
     item: str
@@ -74,11 +72,11 @@ class Act:
 class Need:
     """A node of the goal's tree: an ingredient and its amount. `Plan.needs` lists parents first."""
 
-    level: int
+    level: int  # 0 for the goal
     name: str  # item or kind, as in the parent's recipe
     item: str
     n: int
-    held: int
+    held: int  # of n, from the inventory or a recipe's surplus
     recipe: Recipe | None  # makes the missing items; None if nothing has to be crafted
 
 

@@ -34,7 +34,9 @@ class Recipe:
     text: str  # craft 4 stick using 2 planks
 
     def accepts(self, given: Mapping[str, int], members: Mapping[str, frozenset[str]]) -> bool:
-        """Return True if `given`, items by name, is exactly what this recipe takes."""
+        """Return True if `given`, count by item, is exactly what this recipe takes.
+        members: the items of each kind.
+        """
         left = dict(given)
         slots = []
         for name, n in self.ingredients:
@@ -55,6 +57,7 @@ class Book:
     raw: items that can be fetched. members: items of each kind.
     depth: of items and kinds, 0 if nothing has to be crafted.
     goals: every craftable item, by depth and then by name. digest: of recipes and kinds.
+    source: name of the drafts' origin. Errors: ValueError if no recipe is left.
     """
 
     def __init__(self, drafts: Iterable[Draft], source: str) -> None:
@@ -115,7 +118,7 @@ class Book:
         return self._told[goal]
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
-        """Return the recipe that makes `output` from exactly the `given` items (count by name)."""
+        """Return the recipe that makes `output` from exactly `given` (count by item), or None."""
         loose = (one for one in self._loose.get(output, ()) if one.accepts(given, self.members))
         return self._exact.get((output, frozenset(given.items()))) or next(loose, None)
 
@@ -192,7 +195,7 @@ def _with_invented(number: str) -> Book:
 
 
 def _read_file(path: Path) -> list[Draft]:
-    """Read a file in the form that `tools/textcraft_recipes.py` writes."""
+    """Read a file in the form that `tools/textcraft_recipes.py` writes. Errors: ValueError."""
     content = _json(path)
     try:
         kind_of = {member: kind for kind, members in content["kinds"].items() for member in members}
@@ -213,7 +216,7 @@ def _read_file(path: Path) -> list[Draft]:
 
 def _read_folder(folder: Path) -> list[Draft]:
     """Read the recipe files of a folder, or of its subfolder `recipes` if there is one.
-    Recipes other than crafting are skipped.
+    Recipes other than crafting are skipped. Errors: ValueError naming the file.
     """
     inner = folder / "recipes"
     files = sorted((inner if inner.is_dir() else folder).glob("*.json"), key=lambda file: file.name)

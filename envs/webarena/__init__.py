@@ -102,7 +102,7 @@ DIALECT = Dialect(
 
 
 def spec(options: dict[str, Any]) -> EnvSpec:
-    """Build the environment from its options, see the README.
+    """Build the environment from its options (see the README); sites and browser start later.
 
     Errors: ValueError naming the wrong option and the nearest known one, the task and its wrong
     field, or the package to install.
@@ -196,7 +196,9 @@ def _addresses(value: Any) -> dict[str, str]:
 
 
 def _names(value: Any, sites: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return (real, shown) addresses per site, longest real address first. Errors: ValueError."""
+    """Return (real, shown) URL of each site, longest real URL first. Errors: ValueError.
+    value: the option `names`, site name -> shown URL; for other sites NAMES has it.
+    """
     if not isinstance(value, dict) or not all(isinstance(url, str) for url in value.values()):
         raise ValueError(
             'webarena option names: expected an object such as {"shopping":'

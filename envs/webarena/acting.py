@@ -24,9 +24,10 @@ by * window.innerHeight; }"""
 
 
 async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
-    """Execute the action in the current tab.
+    """Execute the action in the current tab or on the list of tabs; `stop` does nothing.
 
-    element: the target of click, hover and type.
+    element: the target of click, hover and type, else None.
+    A page that cannot be opened becomes a note of `tabs`.
     Errors: Refusal, with the reason, if the action cannot be done; BrowserLost.
     """
     tab = tabs.current
@@ -79,8 +80,8 @@ async def _at(tabs: Tabs, action: Action, element: Element) -> None:
 
 
 async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
-    """Choose an option of a select box, which has no position to click.
-    Return False if the option is disabled or in no select box.
+    """Choose an option of a select box (toggle it in a multiple one): it has no place to click.
+    Return False, with nothing done, if the option is disabled or in no select box.
     """
     node = await tabs.ask(tab.send("DOM.resolveNode", backendNodeId=element.backend_id))
     call = {"functionDeclaration": _CHOOSE, "returnByValue": True}
@@ -91,8 +92,8 @@ async def _choose(tabs: Tabs, tab: Tab, element: Element) -> bool:
 
 
 async def _middle(tabs: Tabs, tab: Tab, element: Element) -> tuple[float, float]:
-    """Scroll the element into view if necessary; return (x, y), the middle of its largest part.
-    Errors: Refusal if no part is visible.
+    """Scroll the element into view if necessary; return (x, y), the middle of its largest visible
+    part, in CSS pixels of the window. Errors: Refusal if no part is visible.
     """
     try:
         await tabs.ask(tab.send("DOM.scrollIntoViewIfNeeded", backendNodeId=element.backend_id))

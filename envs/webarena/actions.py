@@ -71,8 +71,8 @@ class NoAction(ValueError):
 class Action:
     """One parsed action.
 
-    number: an element's id or a tab's index.
-    text: the text to type, keys to press (playwright's names), URL to open, or answer.
+    number: an element's id or a tab's index; -1 without a usable one.
+    text: text to type, keys to press (Playwright's names), up or down, URL to open, or answer.
     """
 
     kind: str  # a key of _GRAMMAR
@@ -123,7 +123,7 @@ def parse(reply: str) -> Action:
 
 
 def keys(text: str) -> str:
-    """Return the key combination in Playwright's names, for example Control+a. Errors: NoAction."""
+    """Translate keys such as `ctrl+a` into Playwright's names, `Control+a`. Errors: NoAction."""
     names = text.strip().split("+")
     if names[-2:] == ["", ""]:  # the plus key itself
         names[-2:] = ["+"]

@@ -80,8 +80,9 @@ class Running:
 
 
 class Chromium:
-    """A browser on an event loop of its own; both start when first needed.
-    Call `run` from any thread, `run_async` from any loop: the coroutine runs on the browser's loop.
+    """A browser and its event loop, in a thread; both start when first needed.
+    `run` (from any thread) and `run_async` (from any loop) run a coroutine on the browser's loop;
+    the other coroutines here must run on it. concurrency: number of slots of `turn`.
     """
 
     def __init__(self, executable: str, switches: Sequence[str], concurrency: int) -> None:
@@ -115,8 +116,8 @@ class Chromium:
             raise TimeoutError(f"the browser gave no answer within {timeout_s:g} s") from None
 
     def stop(self) -> None:
-        """End browser, driver and loop, and wait until their files are gone.
-        Does nothing if nothing runs. A later `run` starts a new loop and browser.
+        """End browser, driver and loop, if they run; wait up to 30 s until their files are gone.
+        A browser that fails to end is ignored. A later `run` starts a new loop and browser.
         """
         with self._starting:
             loop, thread = self._loop, self._thread
@@ -151,7 +152,8 @@ class Chromium:
             give_back()
 
     async def context(self, **settings: Any) -> tuple[Running, BrowserContext]:
-        """Open a context in a living browser. Close it with `release`.
+        """Open a context in a living browser; return (launch, context). Close it with `release`.
+        settings: arguments of Playwright's `new_context`.
         Errors: BrowserLost if no browser can be launched or it opens no context.
         """
         for attempt in (1, 2):

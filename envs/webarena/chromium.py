@@ -40,9 +40,10 @@ def find_browser(given: str = "") -> str:
 
     Builds without a window come first, and the system's before the newest that Playwright
     downloaded.
-    given: a known program name. It comes from a parameter file, which may choose a browser but no
-    other program.
-    Errors: ValueError; without any browser it states how to install one.
+    given: a known program name, or empty. It comes from a parameter file, which may choose a
+    browser but no other program.
+    Errors: ValueError for another name or a missing program; without any browser it states how to
+    install one.
     """
     override = os.environ.get(BROWSER_VARIABLE, "")
     if given and given not in _SHELLS + _PROGRAMS:

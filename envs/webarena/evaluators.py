@@ -56,7 +56,8 @@ class Verdict:
 
 def evaluate(task: Task, answer: str, page: FinalPage, helpers: Helpers, judge: Judge) -> Verdict:
     """Return the verdict on a task; its score is the product of its parts. answer: text of `stop`.
-    The parts are judged in the file's order, because program_html leaves the page.
+    The parts are judged in the task file's order, because program_html opens other pages.
+    Errors: GraderFailed, BrowserLost, TimeoutError or playwright's Error without a verdict.
     """
     rules, verdict = task.evaluation, Verdict(1.0)
     for kind in rules.types:
@@ -95,7 +96,7 @@ def must_include(reference: str, prediction: str, *, whole_token: bool = False) 
 
 
 def url_match(url: str, references: str) -> float:
-    """Return 1 if the page's address matches the references, else 0.
+    """Return 1 if the page's address matches the references (URLs separated by OR), else 0.
 
     The page's host and path must contain those of some reference.
     For every query key of any reference, the page's query must have one of its values.

@@ -19,7 +19,7 @@ _NAMED = re.compile(r"(click|hover|type) \[(\S+) '(.*?)'(?: #(\d+))?\](.*)", re.
 class Gold:
     """Playback of the recorded actions, with the current ids of their elements.
 
-    It scrolls to an element outside the window.
+    `actions` name an element by role, name and its number among equals: `click [link 'Edit' #2]`.
     It works from the start of the task only, and fails after any action that is not its own.
     """
 
@@ -34,10 +34,10 @@ class Gold:
         self._scrolls = 0
 
     def next_action(self) -> str:
-        """Return the next recorded action, the same one until it is played.
-
-        Errors: ExpertFailed if another action was played, no recorded action is left, or the page
-        lacks the action's element.
+        """Return the next recorded action, or a scroll if its element is outside the window; the
+        same one until it is played.
+        Errors: ExpertFailed if another action was played, no recorded action is left, or
+        MAX_SCROLLS scrolls did not show the element.
         """
         played = self._episode.actions
         if len(self._given) == len(played) + 1:

@@ -33,7 +33,7 @@ KNOWN = {
     "shopping_get_latest_order_url": 0,
     "shopping_get_sku_latest_review_author": 1,
     "shopping_get_sku_latest_review_rating": 1,
-    "gitlab_get_project_memeber_role": 2,  # spelt like this in the task file
+    "gitlab_get_project_memeber_role": 2,  # spelled like this in the task file
 }
 _POST = re.compile(r"/f/[^/]+/\d+(?=/|$)")
 _ROLE = """name => {
@@ -50,8 +50,10 @@ class HelperFailed(GraderFailed):
 
 
 def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
-    """Check the helper calls of the tasks.
-    Errors: ValueError for an unknown helper, wrong arguments, or no password for the shop's API.
+    """Check the tasks' helper calls without making them.
+    embedded: the calls are for the embedded sites, which need no password.
+    Errors: ValueError for an unknown helper, a wrong number of arguments, or if a call needs the
+    shop's API and PASSWORD_VARIABLE is not set.
     """
     for task in tasks:
         for target in task.evaluation.targets:
@@ -82,8 +84,8 @@ def post_url(url: str) -> str:
 
 
 class StateHelpers:
-    """Helpers of the embedded sites.
-    queries: object with a function for each name; it takes the session's state and the arguments.
+    """Helpers of the embedded sites: functions that read `state`, the session's state.
+    queries: object with a function for each name; it takes the state and the arguments.
     """
 
     def __init__(self, state: Any, queries: Any) -> None:
@@ -99,13 +101,15 @@ class StateHelpers:
 
 
 class SiteHelpers:
-    """Helpers of sites that run elsewhere. sites: name -> URL."""
+    """Helpers of sites that run elsewhere: they query the shop's REST API or read the open page.
+    sites: name -> URL.
+    """
 
     def __init__(self, sites: Mapping[str, str]) -> None:
         self._shop = sites.get("shopping", "").rstrip("/")
 
     def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
-        """Return the result of the named helper. Errors: HelperFailed if the site gives none."""
+        """Return the result of helper `name` as text. page: the open page. Errors: HelperFailed."""
         try:
             match name:
                 case "reddit_get_post_url":
@@ -159,7 +163,7 @@ _opener = urllib.request.build_opener(_NoRedirects)
 
 
 def open_url(request: urllib.request.Request, timeout_s: float) -> Any:
-    """Send a request and return the open reply.
+    """Send a request and return the open reply, which the caller closes.
     Errors: OSError; HTTPError for every status but 2xx, also for redirects.
     """
     return _opener.open(request, timeout=timeout_s)

@@ -139,7 +139,8 @@ def _negated(text: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """A judge that asks a model: `POST {base_url}/chat/completions`, temperature 0.
-    `timeout_s` limits all attempts at one verdict together.
+    `timeout_s` limits all attempts at one verdict together. The model sees the first MAX_ANSWER
+    characters of an answer.
     """
 
     base_url: str
@@ -152,7 +153,9 @@ class Endpoint:
         return f"{self.model} at {self.base_url}"
 
     def same_answer(self, question: str, reference: str, answer: str) -> bool:
-        """Return True if the model calls the answer correct. Errors: JudgeFailed."""
+        """Return True if the model calls the answer correct, not only partially.
+        Errors: JudgeFailed.
+        """
         words = ("partially correct", "incorrect", "correct")
         return self._verdict(_ANSWER, words, question, reference, answer) == "correct"
 
@@ -163,11 +166,11 @@ class Endpoint:
     def _verdict(
         self, prompt: str, words: tuple[str, ...], question: str, reference: str, answer: str
     ) -> str:
-        """Return the last of `words` in the model's response.
+        """Return the last of `words`, the verdicts, in the model's response to the filled prompt.
 
         Return "" if the endpoint refuses the answer or gives no verdict on it, but does judge the
         reference in its place: a policy must not be able to avoid its verdict.
-        Errors: JudgeFailed.
+        Errors: JudgeFailed after up to ATTEMPTS requests, each failure logged.
         """
         shown = _CONTROL.sub("\ufffd", answer[:MAX_ANSWER]).replace("==========", "")
         deadline = time.monotonic() + self.timeout_s

@@ -68,7 +68,7 @@ def served() -> EnvSpec:
 
 
 def make(env: EnvSpec) -> tuple[Example, ...]:
-    """Play each task twice: to learn the elements' ids, then in backticks. Return the second."""
+    """Play each task twice, first to learn the elements' ids; return the plays with backticks."""
     examples = []
     for task, actions in enumerate(ACTIONS):
         episode = cast(Episode, env.make())

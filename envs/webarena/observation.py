@@ -48,7 +48,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """The element behind a printed line."""
+    """The element behind a printed line; `id` is printed, `backend_id` is the browser's."""
 
     id: int
     role: str
@@ -75,6 +75,7 @@ class Layout:
 
 def read_layout(snapshot: Json, width: int, height: int) -> Layout:
     """Read the positions from a result of DOMSnapshot.captureSnapshot.
+    width, height: of the window in CSS pixels; boxes are cut to it.
     Boxes of inner frames are moved to the position of their frame and cut to it.
     """
     layout, documents, strings = Layout(), snapshot["documents"], snapshot["strings"]
@@ -142,8 +143,8 @@ def read_page(
 def _shown(
     frame: str, trees: Mapping[str, list[Json]], layout: Layout, depth: int = 0
 ) -> Iterator[tuple[int, Json]]:
-    """Yield (depth, node) to print; the children of a skipped node take its depth.
-
+    """Yield (depth, node) to print, of a frame and the frames in it; the children of a skipped node
+    take its depth.
     A node without a box (an option of a select box, the text in a field) counts as inside the
     window if its parent is.
     """
@@ -194,7 +195,7 @@ def _repeats(text: str, before: list[str]) -> bool:
 
 
 def cut_lines(lines: list[str], max_chars: int) -> str:
-    """Return the lines that fit into max_chars as one text, with a note if any is left out."""
+    """Return the lines that fit into max_chars as one text, plus a note if any is left out."""
     used = 0
     for count, line in enumerate(lines):
         used += len(line) + 1

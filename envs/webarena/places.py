@@ -16,8 +16,8 @@ from envs.webarena.tabs import Allowed
 
 
 class Shared:
-    """One place for all sessions: the first session makes it, `stop` ends it, and a later session
-    makes a new one.
+    """One Place for all sessions: the first `get` makes it, `stop` ends it, and a later `get` makes
+    a new one.
     """
 
     def __init__(self, make: Callable[[], Place]) -> None:
@@ -46,9 +46,11 @@ class Place:
     def __init__(
         self, executable: str, concurrency: int, sites: Mapping[str, str], port: int = 0
     ) -> None:
-        """Take the sites' URLs by name. Errors: ValueError if one is no http(s) URL.
+        """Check the sites (name -> URL); the browser starts with the first session.
 
-        port: of the server on this machine that stands for all sites; 0 means there is none.
+        executable: the browser's path. concurrency: see `Chromium.turn`.
+        port: of a server on this machine that stands for all sites; 0 means there is none.
+        Errors: ValueError if a site has no http(s) URL.
         """
         self._sites = sites
         self.allowed = Allowed(list(sites.values()))
@@ -58,7 +60,7 @@ class Place:
         self.chromium = Chromium(executable, routes, concurrency)
 
     def open(self) -> Mapping[str, str]:
-        """Begin a session; return the headers that each of its requests must have."""
+        """Begin a session; return the headers that each of its requests must have (none here)."""
         return {}
 
     def close(self, headers: Mapping[str, str]) -> None: ...
@@ -71,7 +73,7 @@ class Place:
 
 
 class Embedded(Place):
-    """The embedded sites, served from `__init__` to `stop`; each session has its own tenant."""
+    """The embedded sites, served from `__init__` to `stop`; each session changes its own copy."""
 
     def __init__(self, executable: str, concurrency: int, seed: int) -> None:
         import sites

@@ -95,7 +95,7 @@ class Allowed:
 
 
 class Tab:
-    """One page, its CDP session and the requests it waits for."""
+    """One page, its CDP session and its requests in flight; it dismisses the page's dialogs."""
 
     def __init__(self, page: Page) -> None:
         self.page = page
@@ -170,7 +170,7 @@ class Tab:
             self._touch()
 
     def _navigated(self, frame: Frame) -> None:
-        """Forget the old document's requests: their end may never be reported."""
+        """If the main frame navigated, forget its old requests: their end may go unreported."""
         if frame.parent_frame is not None:
             return
         waiting = list(self._in_flight)
@@ -217,7 +217,9 @@ class Tabs:
         self._context: BrowserContext | None = None
 
     async def start(self, **settings: Any) -> None:
-        """Open the browser context. Errors: BrowserLost."""
+        """Open the browser context, without a tab. settings: see `Chromium.context`.
+        Errors: BrowserLost.
+        """
         self._running, self._context = await self.chromium.context(
             viewport={"width": self.limits.width, "height": self.limits.height},
             accept_downloads=False,
@@ -236,7 +238,7 @@ class Tabs:
             await self.chromium.release(self._running, context)
 
     async def new_tab(self) -> Tab:
-        """Open a blank tab, which becomes current. Errors: Refusal if the limit is reached."""
+        """Open and return a blank tab, which becomes current. Errors: Refusal at the limit."""
         assert self._context is not None
         if len(self.living()) >= self.limits.tabs:
             raise Refusal(f"at most {self.limits.tabs} tabs can be open; close one first")
@@ -264,7 +266,7 @@ class Tabs:
             raise
 
     async def input(self, sent: Awaitable[None]) -> None:
-        """Send a few keys or a click.
+        """Send a few keys or a click, the request `sent`.
 
         A page that navigates away meanwhile never confirms them: that is no failure of the browser.
         Errors: those of `ask`; Refusal if the page answers but does not confirm them.
@@ -341,7 +343,7 @@ class Tabs:
             self.current = living[-1] if living else await self.new_tab()
 
     async def _bring_back(self, tab: Tab) -> None:
-        """Return a tab to an allowed page, a blank one if necessary; else close it. Adds a note.
+        """Move a tab back to an allowed page, or to a blank one; else close it. Add a note.
 
         It checks the address after each step, because the previous page may navigate away again.
         """

@@ -24,11 +24,11 @@ _STRING_KEYS = ("exact_match", "must_include", "fuzzy_match")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One check of a page at the end: its URL, the element, and the required content."""
+    """One check of a page after `stop`: URL ("last": the open page), element, required content."""
 
     url: str
     locator: str
-    exact: str | None  # text that the content must equal; None: see below
+    exact: str | None  # text that the content must equal; None: see must_include
     must_include: tuple[str, ...]  # texts that the content must all include
     prep_actions: tuple[str, ...] = ()
 
@@ -100,7 +100,7 @@ class _Field:
 
 
 def load(path: Path, sites: Mapping[str, str], *, skip_missing: bool) -> dict[int, Task]:
-    """Load the tasks by id, with their placeholders replaced.
+    """Load the tasks by id, with placeholders such as __SHOPPING__ replaced by the sites' URLs.
 
     path: a JSON list, or a folder with one file for each task. sites: name -> URL.
     skip_missing: leave out tasks of sites that are not configured.

@@ -277,7 +277,7 @@ class Episode:
             return "(no answer)"
 
     async def _read(self, tabs: Tabs) -> list[str]:
-        """Return the page's lines; set `elements` and `shown`.
+        """Return the page's lines, or one line if it is too large; set `elements` and `shown`.
         Errors: playwright's Error; BrowserLost.
         """
         tab = tabs.current
@@ -334,7 +334,7 @@ class Episode:
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
 
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
-        """Judge the outcome; errors of NO_VERDICT are raised, any other error gives the score 0."""
+        """Judge the outcome. Errors of NO_VERDICT are raised; others are logged and score 0."""
         try:
             return evaluate(self.task, answer, FinalPage(self), helpers, self._setting.judge)
         except NO_VERDICT:

@@ -55,7 +55,7 @@ class Comment:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The member's vote on the post or comment `id`."""
+    """A vote of the session's member on the post or comment `id`."""
 
     id: int
     value: int  # 1 or -1
@@ -68,7 +68,7 @@ class Subscription:
 
 @dataclass
 class Forum:
-    """One session's records of the forum site; votes and subscriptions are its member's."""
+    """One session's records of the forum; votes and subscriptions are those of the demo member."""
 
     boards: Table[Board]
     members: Table[Member]

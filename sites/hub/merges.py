@@ -1,4 +1,4 @@
-"""A project's merge requests."""
+"""Pages of a project's merge requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _merge_request(request: Request, repo: Project, iid: int) -> MergeRequest:
 
 
 def _reviewer(request: Request, repo: Project) -> str:
-    """Return the form's reviewer, "" for none. Errors: Refused unless a member of the project."""
+    """Return the form's reviewer, "" for none. Errors: Refused if no member of the project."""
     reviewer = request.text("reviewer", "Reviewer", required=False)
     if reviewer and not request.world.hub.role(repo, reviewer):
         raise Refused("Reviewer must be a member of the project.")

@@ -1,4 +1,4 @@
-"""A project's home, files, commits, members, stars and forks."""
+"""Pages of a project: home, files, commits, branches, members, stars and forks."""
 
 from __future__ import annotations
 
@@ -148,7 +148,9 @@ def star(request: Request, ns: str, name: str) -> Response:
 
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
-    """Copy the project, its files, labels and last commit to the visitor. Errors: Refused."""
+    """Copy the project, its files, labels and last commit to the visitor, who becomes the owner.
+    Errors: Refused if the visitor has a project of this name.
+    """
     repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
     path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:

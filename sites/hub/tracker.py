@@ -1,4 +1,4 @@
-"""A project's issues, labels and milestones."""
+"""Pages of a project's issues, labels and milestones."""
 
 from __future__ import annotations
 
