@@ -290,11 +290,7 @@ class HostedModel:
         async with self._session.post(
             url, json=body, headers=headers, allow_redirects=False
         ) as reply:
-            content = await reply.content.read(MAX_REPLY_BYTES + 1)
-            while len(content) <= MAX_REPLY_BYTES and (chunk := await reply.content.read(65536)):
-                content += chunk
-            if len(content) > MAX_REPLY_BYTES:
-                raise ValueError(f"its reply is longer than {MAX_REPLY_BYTES} bytes")
+            content = await _body(reply)
             return reply.status, _retry_after(reply.headers.get("Retry-After", "")), content
 
 
@@ -332,6 +328,16 @@ class HostedPlayer:
         self._episode.usage = (self._episode.usage or Usage()) + usage
 
 
+async def _body(reply: aiohttp.ClientResponse) -> bytes:
+    """Return the whole body, also of a reply in chunks. Errors: ValueError if it is too long."""
+    content = b""
+    while len(content) <= MAX_REPLY_BYTES and (chunk := await reply.content.read(65536)):
+        content += chunk
+    if len(content) > MAX_REPLY_BYTES:
+        raise ValueError(f"its reply is longer than {MAX_REPLY_BYTES} bytes")
+    return content
+
+
 async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 30.0) -> str:
     """Return the name of an endpoint's only model. key_variable: see `Endpoint`.
     Errors: ValueError if it has none or several, or does not list them.
@@ -344,7 +350,7 @@ async def only_model(base_url: str, key_variable: str = "", timeout_s: float = 3
             aiohttp.ClientSession(timeout=timeout, trust_env=False) as session,
             session.get(url, headers=endpoint.headers, allow_redirects=False) as reply,
         ):
-            answer = json.loads(await reply.content.read(MAX_REPLY_BYTES))
+            answer = json.loads(await _body(reply))
             names = [endpoint.without_key(whole(str(model["id"]))) for model in answer["data"]]
     except (aiohttp.ClientError, OSError, *NO_LISTING) as error:
         problem = f"{type(error).__name__} {error}".strip()

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
 from agentgym.records import encode_line
 from agentgym.rollouts.collect import RolloutError
-from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel
+from agentgym.rollouts.policies.hosted import Endpoint, HostedError, HostedModel, only_model
 from agentgym.rollouts.policies.prices import Price, Tariff
 from agentgym.types import Item, SampleKey, Sampling, Status, Usage
 from tests.agentgym.rollouts.endpoint import ENVS, Stub, play_hosted
+from tests.answering import Handler, http_server
 
 
 def test_an_endpoint_in_trouble_is_asked_again_within_bounds(serving):
@@ -230,3 +232,20 @@ def test_a_key_comes_from_the_environment_alone_and_only_from_variables_meant_fo
         play_hosted(stub, endpoint, [Item("babyai", 0)], "AGENTGYM_SECRET_TEST", max_turns=1)
         assert stub.heads[0]["Authorization"] == "Bearer k-123"
         assert "k-123" not in json.dumps(stub.asked)
+
+
+def test_a_list_of_models_that_arrives_in_pieces_is_read_whole():
+    listing = json.dumps({"data": [{"id": "the only one", "about": "x" * 200_000}]}).encode()
+
+    class InPieces(Handler):
+        def do_GET(self):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(listing)))
+            self.end_headers()
+            for start in range(0, len(listing), 50_000):
+                self.wfile.write(listing[start : start + 50_000])
+                self.wfile.flush()
+                time.sleep(0.05)
+
+    with http_server(InPieces) as url:
+        assert asyncio.run(only_model(url)) == "the only one"
