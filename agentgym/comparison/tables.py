@@ -1,7 +1,7 @@
 """Files of a comparison: its tables in the published layout, and its figures.
 
-Columns are numbers of rows of recipes and horizons or, in a grid, environments. Pure functions of
-the result of `results.table`, and so also of a result file written earlier.
+In a table of recipes and horizons the columns are numbers, for example pass@4; in a grid they are
+environments. All are pure functions of the result of `results.table`, also of an earlier one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else empty."""
+    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else ""."""
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -152,7 +152,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def figures_of_grid(table: Table) -> dict[str, bytes | None]:
-    """Return PNGs of a table of environments, by the file name's end; None: no data."""
+    """Return end of the file name -> PNG of a table of environments; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
     by_env = {
         env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
@@ -222,7 +222,9 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
-    """Draw a PNG of success by `turns`, or pass@k (`pass_at`); None if no cell has two values."""
+    """Draw a PNG of what is `turns` (success by turns) or `pass_at` (pass@k), a panel per
+    environment; None if no cell has two values. title: of the x axis.
+    """
     by_env = {
         env: {
             method: curve
@@ -246,7 +248,6 @@ def _table(
     table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
     """Return a Markdown table with a line per method and a column per environment.
-
     text_of: gives the text of a cell; first: environment -> text of a first line, *start*.
     """
     envs = table["environments"]
@@ -278,7 +279,7 @@ def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
 
 
 def _grid_contrasts(table: Table, main: str) -> str:
-    """Return a Markdown table of the contrasts of methods, with a column per environment."""
+    """Return caption and Markdown table of the methods' contrasts of `main`, by environment."""
     by_contrast: dict[str, dict[str, str]] = {}
     for contrast in table["contrasts"]:
         name = " − ".join(map(literal, contrast["of"]))

@@ -52,7 +52,6 @@ class NamedResult:
 def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
     (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
-
     Files outside `evaluations` of the state folder are not checked, and their names state this.
     Errors: ConfigError.
     """
@@ -79,7 +78,7 @@ def _name(result: Result, location: str) -> str:
 
 
 def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
-    """Return the run's own evaluation of a step. Errors: ConfigError if there is none."""
+    """Return the run's own newest evaluation of a step. Errors: ConfigError if there is none."""
     name = PolicyName.parse(word)
     weights = commit_of(cfg, store, name.name, run=name.of)
     for head in reversed(store.heads(f"evaluate-{name.name}")):
@@ -90,7 +89,6 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 
 def versus(named: Sequence[NamedResult], *, confidence: float | None = None) -> dict[str, Any]:
     """Return the comparison of every result with the first one, as JSON types.
-
     Keys: schema_version, confidence, baseline (name of the first), results, contrasts.
     confidence: None: the protocol's. Errors: ConfigError for fewer than two results, one with too
     low coverage, or two that cannot be compared, for example because they played other items.
@@ -188,8 +186,8 @@ def horizon_of(result: Result, env: str) -> int:
 
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
-    """Return success against turns, generated tokens and seconds; None for a curve of unknown
-    costs, an empty list if no sample counts.
+    """Return success against turns, generated tokens and seconds; None for tokens or seconds if
+    nothing succeeded or they are unknown; an empty list if no sample counts.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
@@ -211,7 +209,7 @@ def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _told(named: NamedResult, env: str) -> Iterator[str]:
-    """Yield texts that a policy was shown: instructions, and observations of stored episodes."""
+    """Yield texts that a policy was shown: instructions, and observations of LOOKED_AT episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder
     if folder is None or not (folder / EPISODES).is_file():
@@ -222,7 +220,7 @@ def _told(named: NamedResult, env: str) -> Iterator[str]:
         yield from (turn["observation"] for turn in row["turns"])
 
 
-Json = Mapping[str, Any]
+Json = Mapping[str, Any]  # the result of `versus`, or a part of it
 PAGE = "comparison.html"
 SHOWN_ITEMS = 40  # of a list of names; all are in the JSON
 AXES = {

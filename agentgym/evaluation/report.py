@@ -268,8 +268,8 @@ def failures(result: Result) -> list[tuple[str, int, str, str]]:
 
 
 def usage_facts(result: Result) -> dict[str, str]:
-    """Return calls, tokens and cost, without our own engine's cached tokens: these depend on its
-    other work, not on the policy.
+    """Return calls, tokens and cost (if known) as text, by name, without our own engine's cached
+    tokens: these depend on its other work, not on the policy.
     """
     usage, tokens = result.usage, result.usage.known
     if "engine" in result.identity.get("policy", {}):
