@@ -138,7 +138,7 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Return the pairs (a, b) of row names of all contrasts. One of two methods, horizons or
+    """Return the pairs (a, b) of row names of all contrasts. A contrast of two methods, horizons or
     recipes has a pair per environment, recipe or horizon.
     Errors: ConfigError if a contrast names no two rows, or rows that are not evaluated alike.
     """
@@ -170,8 +170,8 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
 
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
-    """Run a cell's steps, then the evaluations of its column, if any, each in a child process; the
-    protocol, parameters and logs are written to the state folder.
+    """Run a cell's steps, then the evaluations of its column, if any, each in a child process.
+    Protocol, parameters and logs are written to the state folder.
     wait_s, stop, errors: as `run_command`; errors have the cell's title.
     """
     folder = f"cells/{cell.slug}"

@@ -214,7 +214,6 @@ def table(
     comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]
 ) -> dict[str, Any]:
     """Return the whole comparison as JSON types, the only source of figures and text.
-
     Keys: name, title, key, confidence (None without rows), environments (only if these are the
     columns), rows, contrasts (those with a seed in common), missing (titles of unfinished cells).
     Errors: as `contrast_rows`.

@@ -29,7 +29,7 @@ CEILING = 0.06
 
 
 def literal(name: str) -> str:
-    """Escape a name from a comparison's file: it adds no tag, link, image or cell to Markdown."""
+    """Escape a name, on one line: it adds no tag, link, image or table cell to Markdown."""
     return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
@@ -128,7 +128,7 @@ def spread_of(estimate: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table, padded for plain text. right: the first right-aligned column."""
+    """Return a Markdown table, padded for plain text. right: index of the first aligned right."""
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
     rule = [
@@ -187,7 +187,7 @@ def text_of_grid(table: Table) -> list[str]:
 
 
 def cells_of_table(table: Table) -> Cells:
-    """Return the rows by method and environment; methods in order of first appearance."""
+    """Return method -> environment -> row; methods in order of first appearance."""
     cells: dict[str, dict[str, RowJson]] = {}
     for row in table["rows"]:
         cells.setdefault(row["method"], {})[row["environment"]] = row
@@ -222,7 +222,7 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
-    """Draw a PNG of what is `turns` (success by turns) or `pass_at` (pass@k), a panel per
+    """Draw a PNG of success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
     environment; None if no cell has two values. title: of the x axis.
     """
     by_env = {

@@ -141,7 +141,7 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the one verdict that some environments show, `mixed` for both, or `not shown`."""
+    """Return `better` or `worse` if environments show only that, `mixed` for both; `not shown`."""
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
@@ -209,7 +209,7 @@ def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _told(named: NamedResult, env: str) -> Iterator[str]:
-    """Yield texts that a policy was shown: instructions, and observations of LOOKED_AT episodes."""
+    """Yield texts shown to the policy: instructions; observations of up to LOOKED_AT episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder
     if folder is None or not (folder / EPISODES).is_file():
@@ -237,7 +237,7 @@ _SAYS = {
 
 
 def lines(versus: Json) -> list[str]:
-    """Return a verdict per comparison and its evidence, environment by environment."""
+    """Return lines of text: the verdict of each comparison, and its evidence by environment."""
     text = []
     for contrast in versus["contrasts"]:
         text.append(sentence(contrast))
@@ -298,7 +298,7 @@ def files(versus: Json) -> dict[str, bytes]:
 
 
 def differences_png(versus: Json) -> bytes:
-    """Draw differences with intervals as PNG; gray bar: too small to be shown with these items."""
+    """Draw differences with intervals as PNG; a gray bar covers those too small to be shown."""
     rows = [
         (f"{contrast['after']}\n{env}", row)
         for contrast in versus["contrasts"]

@@ -49,7 +49,7 @@ Items = Mapping[str, Sequence[Item]]  # by environment
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy and its environments, ready to play."""
+    """Environments connected for a policy, and `seat`, which opens the policy to play in them."""
 
     loop: LoopThread
     told: Mapping[str, str]  # instructions of the servers, by environment
@@ -215,7 +215,7 @@ def open_local(
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return environment -> instructions, only for environments whose protocol has `instructions`.
+    """Return environment -> instructions, for environments whose protocol sets `instructions`.
     openings: environment -> instructions, from `told_by`.
     """
     names = [settings.env.name for settings in protocol.envs if settings.instructions]

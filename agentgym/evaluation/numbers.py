@@ -225,9 +225,9 @@ def ks(largest: int) -> tuple[int, ...]:
 
 
 def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
-    """Return `reward` (mean), `turns_to_success`, `tokens_to_success`, `invalid_actions` (share of
-    them) and `success_within_turns` (share of episodes that succeed within 1, 2, ... turns).
-    None: not known, or nothing succeeded.
+    """Return `reward`, `turns_to_success` and `tokens_to_success` (means), `invalid_actions` (share
+    of actions that changed nothing) and `success_within_turns` (share of episodes that succeed
+    within 1, 2, ... turns). None: not known, or nothing succeeded.
     """
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
     reward = mean_reward(table.reward[:, table.main], table.families, confidence=confidence)

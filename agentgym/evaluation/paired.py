@@ -160,8 +160,8 @@ def detectable_difference(gain: Moments, confidence: float) -> FloatArray:
 
 
 def detectable_with(decision: Decision, num_items: int) -> float:
-    """Return the smallest difference that `num_items` items like these would show with probability
-    POWER, if families grow in proportion; at most 1.
+    """Return the smallest difference that `num_items` items like the decision's would show with
+    probability POWER, if families grow in proportion; at most 1.
     """
     return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
 
@@ -177,8 +177,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
-    """Pair both results by environment, item and sample: the sampled episodes if there are any,
-    else the greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
+    """Return environment -> Pair of both results: the sampled episodes if there are any, else the
+    greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
     """
     unlike = differences(before.identity, after.identity)
     if unlike:
@@ -217,7 +217,7 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
 
 
 def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:
-    """Return family -> differences that are not NaN, perhaps none, without items of no family."""
+    """Return family -> its differences that are not NaN, perhaps none; skip items without one."""
     family_of_item = np.array(families, dtype=object)
     return {
         family: gained[(family_of_item == family) & ~np.isnan(gained)]

@@ -216,7 +216,9 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
 
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
-    """Return the model in a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
+    """Return the model in a folder of the Hugging Face layout as a policy. about: text for people.
+    Errors: ConfigError or ValueError if it cannot be loaded.
+    """
     from agentgym.models.checkpoint import folder_digest, is_of_ours, load_folder
 
     checkpoint = load_folder(folder, cfg.model)

@@ -131,8 +131,8 @@ def _evidence(
 def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
-    """Return evidence from playing both models by one protocol; without a champion, the candidate.
-    If the champion cannot be played or compared, the evidence has an `obstacle`.
+    """Return evidence from playing both models by one protocol, or the candidate alone if there is
+    no champion. If the champion cannot be played or compared, the evidence has an `obstacle`.
     """
     name = cfg.registered_model
     candidate_result = play_anew(f"models:/{name}/{candidate.number}")
@@ -248,7 +248,7 @@ def report_files(
     run_key: str,
     steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """Return page and pictures by file name. parents: the steps' commits; steps: all; by name."""
+    """Return page and pictures by file name. parents: commits by step; steps: all steps by name."""
     titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
     by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)

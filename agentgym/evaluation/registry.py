@@ -169,7 +169,6 @@ class Promotions:
     ) -> Entry:
         """Judge the candidate against the alias's holder, record the entry, return it, and move the
         alias on PROMOTE. An empty history first records the holder of the alias in MLflow, if any.
-
         Idempotent: a repeated call returns the recorded decision, also after a crash. If the
         candidate is the champion, the entry is not recorded.
         evidence_for: may play for minutes, so no lease is kept meanwhile; called again if the
@@ -314,7 +313,7 @@ class Promotions:
 
     def restore(self) -> None:
         """Send MLflow the last entry and its alias if either is missing; an alias that was moved by
-        hand stays, unless that entry is still owed. Errors: HistoryElsewhere.
+        hand stays, unless that entry is still owed. Errors: HistoryElsewhere, LeaseHeld.
         """
         history = self.history
         entries = history.entries()
