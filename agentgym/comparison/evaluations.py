@@ -1,4 +1,4 @@
-"""Evaluations of a column's cells, read from the store, and their curves over turns and samples."""
+"""Stored evaluations of the cells in an environment's column; their curves over turns and k."""
 
 from __future__ import annotations
 

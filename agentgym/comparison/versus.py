@@ -178,7 +178,7 @@ def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, A
 
 
 def horizon_of(result: Result, env: str) -> int:
-    """Maximum number of turns of an episode; without one in the protocol, those of the longest."""
+    """Maximum number of turns by the protocol; if it has none, the turns of the longest episode."""
     for env_protocol in result.identity["protocol"]["envs"]:
         if env_protocol["env"]["name"] == env:
             return int(env_protocol["max_turns"])

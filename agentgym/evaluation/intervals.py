@@ -71,7 +71,6 @@ class Interval:
 
 def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatArray]:
     """Return (pass@k, pass^k) for k = 1 .. max_k, each [I, max_k].
-
     pass@k: at least one of k samples succeeds, 1 - C(n - c, k) / C(n, k); pass^k: all of them
     succeed, C(c, k) / C(n, k).
     n, c: [I] samples of an item and how many of them succeeded.

@@ -55,7 +55,7 @@ from agentgym.tracking.registry import (
 logger = logging.getLogger(__name__)
 
 HOME = "mlflow.agentgym.history."  # tag of a registered model, followed by the alias: a `Home`
-ROUNDS = 5  # champions that may change while a candidate is judged
+ROUNDS = 5  # times that the champion may change while a candidate is judged
 BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias without a judgement
 EvidenceFor = Callable[[Version | None], Evidence]
 

@@ -83,7 +83,7 @@ class Slot:
     num_invalid: int | None = None  # actions it did not carry out; None: it does not report them
     usage: Usage = field(default_factory=Usage)  # of that attempt
     info: Mapping[str, Any] = field(default_factory=dict)  # the environment's at the end
-    failed: tuple[Attempt, ...] = ()  # in order; of a slot that failed for good, all
+    failed: tuple[Attempt, ...] = ()  # in order; all of a slot's attempts if it failed for good
     wall_s: float = field(default=0.0, compare=False)
 
     @property
