@@ -121,7 +121,7 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
 def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
-    """Return an interval per budget. values: [budgets, seeds, items]; first: for their families."""
+    """Return intervals by budget. values: [budgets, seeds, items]; first: has item families."""
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)

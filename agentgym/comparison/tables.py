@@ -1,7 +1,7 @@
 """Files of a comparison: its tables in the published layout, and its figures.
 
 In a table of recipes and horizons the columns are numbers, for example pass@4; in a grid they are
-environments. All are pure functions of the result of `results.table`, also of an earlier one.
+environments. All are pure functions of the result of `results.table`, also one read from a file.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def spread_of(estimate: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table, padded for plain text. right: index of the first aligned right."""
+    """Return a Markdown table, padded for plain text. right: first right-aligned column, from 0."""
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
     rule = [
@@ -363,7 +363,7 @@ def table_markdown(table: Table) -> str:
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
-    """Return MLflow's tables (JSON) by file name: one of rows, one of contrasts; no empty one."""
+    """Return tables for MLflow (JSON) by file name: rows, contrasts; an empty one is left out."""
     import pandas as pd
 
     rows = [

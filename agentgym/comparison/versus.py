@@ -141,7 +141,7 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return `better` or `worse` if environments show only that, `mixed` for both; `not shown`."""
+    """Return `better` or `worse` if `verdicts` has only one, `mixed` for both, else `not shown`."""
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 

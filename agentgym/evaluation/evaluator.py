@@ -109,7 +109,7 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
     """Return the first `evaluation.num_items` items of `evaluation.split`, by environment; those
-    without items are left out. Errors: ValueError if there are fewer.
+    without items are left out. Errors: ValueError if the split has fewer.
     """
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]

@@ -217,7 +217,7 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
 
 
 def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:
-    """Return family -> its differences that are not NaN, perhaps none; skip items without one."""
+    """Return family -> its differences that are not NaN, maybe none; skip items of no family."""
     family_of_item = np.array(families, dtype=object)
     return {
         family: gained[(family_of_item == family) & ~np.isnan(gained)]
