@@ -22,7 +22,7 @@ DEFAULT = "comparisons/default.yaml"
 
 
 def file_and_overrides(words: Sequence[str]) -> tuple[str, tuple[str, ...]]:
-    """Split command words into (file or DEFAULT; overrides). Errors: ConfigError for two files."""
+    """Split words into (file or DEFAULT, overrides with `=`). Errors: ConfigError for two files."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"expected one comparison file, got {', '.join(files)}")

@@ -1,4 +1,4 @@
-"""Evaluations of a column's cells, read from the store, and their curves over turns and samples."""
+"""Stored evaluations of the cells in an environment's column; their curves over turns and k."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
 def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
-    """Return intervals by budget. values: [budgets, seeds, items]; first: has families of items."""
+    """Return intervals by budget. values: [budgets, seeds, items]; first: has item families."""
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)

@@ -34,7 +34,9 @@ Estimates = Sequence[Mapping[str, Any]]  # mean, low and high
 
 
 def figures_of_rows(table: Table) -> dict[str, bytes | None]:
-    """Return PNGs of a table of recipes and horizons, by the file name's end; None: no data."""
+    """Return end of the file name -> PNG of a table of recipes and horizons; None: no data.
+    Rows evaluated on validation items are in `_curves` alone, unless there are no others.
+    """
     # validation rows exist to choose settings; do not compare them with test results
     rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
     places = _places(rows)
@@ -72,7 +74,6 @@ def success_png(
     alike: bool = False,
 ) -> bytes:
     """Draw a PNG with a panel per title: each row's success with its interval, seeds and start.
-
     by_title: title -> (height, row, name of the number); names, places: rows' names and heights;
     alike: all panels have the same axis.
     """
@@ -141,7 +142,7 @@ def lines_png(
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Draw a PNG of validation success, panels by recipe and cost; None if no row has any."""
+    """Draw validation success as PNG, panels by recipe or group and by cost; None without any."""
     from matplotlib.ticker import PercentFormatter
 
     lines = _panel_lines(
@@ -201,7 +202,7 @@ def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
 
 
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:
-    """Return a row's label among the rows drawn together: horizon, recipe, or its name."""
+    """Return a row's label in a panel: its horizon or recipe if only that varies, else its name."""
     for field, other in (("horizon", "recipe"), ("recipe", "horizon")):
         alike, apart = ({one[name] for one in together} for name in (other, field))
         if len(alike) == 1 and len(apart) == len(together) and all(apart):

@@ -2,8 +2,8 @@
 
 A cell is a run like any other, under the keys it would have alone: cells share equal steps with
 each other and with `make pipeline`, and a finished cell is finished for every comparison it belongs
-to. Its numbers are those of the run's own evaluation. If environments are the columns, they are
-those of `agentgym evaluate` for its last checkpoint and for the one it trained from.
+to. Its numbers are those of the run's own evaluation. If environments are the columns, its numbers
+are those of `agentgym evaluate` for its last checkpoint and for the one it trained from.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def evaluation(self) -> str:
-        """Name of the evaluation with its numbers: the last one among its steps."""
+        """Name of the step with the cell's numbers: the last evaluation among its steps."""
         table = steps_of(self.cfg)
         return [name for name in self.steps if table[name].kind is Kind.EVALUATE][-1]
 
@@ -138,8 +138,8 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
-    """Return the pairs of rows that `contrasts` names.
-
+    """Return the pairs (a, b) of row names of all contrasts. A contrast of two methods, horizons or
+    recipes has a pair per environment, recipe or horizon.
     Errors: ConfigError if a contrast names no two rows, or rows that are not evaluated alike.
     """
     first = {cell.row: cell for cell in reversed(cells)}
@@ -171,6 +171,7 @@ def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[s
 
 def run_cell(cell: Cell, *, wait_s: float, stop: threading.Event | None = None) -> None:
     """Run a cell's steps, then the evaluations of its column, if any, each in a child process.
+    Protocol, parameters and logs are written to the state folder.
     wait_s, stop, errors: as `run_command`; errors have the cell's title.
     """
     folder = f"cells/{cell.slug}"
@@ -263,7 +264,6 @@ def _check_judged(cell: Cell) -> None:
 
 def _check_comparable(a: Cell, b: Cell) -> None:
     """Raise ConfigError unless both rows play the same items the same way.
-
     Rows of a column need equal protocols; other rows the same environment and evaluation settings,
     apart from the sampling temperature, on the test split.
     """

@@ -51,7 +51,6 @@ class Checkpoint:
 @dataclass(frozen=True)
 class CellResult:
     """Results of one finished run of a comparison.
-
     `after` and `start` map a key of `per_item` to a value per item, NaN if its episodes failed.
     """
 
@@ -112,8 +111,8 @@ class Row:
 
     def minus(self, other: Row, key: str, *, confidence: float | None = None) -> Estimate:
         """Return the difference of this row minus `other`, over the seeds that both have.
-
-        confidence: None: the row's. Errors: ValueError if they share no seed.
+        key: a number's name, see `keys`; confidence: None: that of this row.
+        Errors: ValueError if they share no seed.
         """
         shared = [seed for seed in self.seeds if seed in other.seeds]
         if not shared:
@@ -129,7 +128,7 @@ class Row:
         )
 
     def limit(self, other: Row, key: str) -> str:
-        """Return `ceiling` or `floor` if both means are within CEILING of 1 or 0; else nothing."""
+        """Return `ceiling` or `floor` if both means are within CEILING of 1 or 0; else ""."""
         both = [row.success(key).interval.mean for row in (self, other)]
         return "ceiling" if min(both) > 1 - CEILING else "floor" if max(both) < CEILING else ""
 
@@ -187,8 +186,7 @@ def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dic
 
 
 def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
-    """Return each training step with the cost of training up to its end.
-
+    """Return each training step with the cost of training up to its end, by AXES.
     Turns and tokens are of the episodes that are kept; seconds, processor seconds and hours of
     accelerators are of the training process, without servers and validation.
     """
@@ -216,9 +214,9 @@ def table(
     comparison: Comparison, cells: Sequence[Cell], rows: Sequence[Row], missing: Sequence[Cell]
 ) -> dict[str, Any]:
     """Return the whole comparison as JSON types, the only source of figures and text.
-
     Keys: name, title, key, confidence (None without rows), environments (only if these are the
     columns), rows, contrasts (those with a seed in common), missing (titles of unfinished cells).
+    Errors: as `contrast_rows`.
     """
     by_name = {row.name: row for row in rows}
     contrasts = [
@@ -327,7 +325,7 @@ def _column_json(row: Row) -> dict[str, Any]:
 
 
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
-    """Return axis -> rounded costs, for axes that all have; an earlier version recorded fewer."""
+    """Return axis -> rounded costs, for axes in all `costs`; an earlier version recorded fewer."""
     return {
         axis: [_round(cost[axis], digits) for cost in costs]
         for axis in AXES
@@ -387,8 +385,8 @@ def _round(value: float | None, digits: int = 4) -> float | None:
 
 
 def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -> dict[str, Any]:
-    """Write table and figures of the finished cells to `out` and, if there are any, to MLflow.
-    Idempotent. Return the table.
+    """Write table and figures of the finished cells to the folder `out` and, if there are any, to
+    MLflow. Idempotent. Return the table.
     """
     rows, missing = read_rows(cells)
     result = table(comparison, cells, rows, missing)

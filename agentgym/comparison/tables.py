@@ -1,7 +1,7 @@
 """Files of a comparison: its tables in the published layout, and its figures.
 
-Columns are numbers of rows of recipes and horizons or, in a grid, environments. Pure functions of
-the result of `results.table`, and so also of a result file written earlier.
+In a table of recipes and horizons the columns are numbers, for example pass@4; in a grid they are
+environments. All are pure functions of the result of `results.table`, also one read from a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CEILING = 0.06
 
 
 def literal(name: str) -> str:
-    """Escape a name from a comparison's file: it adds no tag, link, image or cell to Markdown."""
+    """Escape a name, on one line: it adds no tag, link, image or table cell to Markdown."""
     return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
@@ -96,7 +96,7 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else empty."""
+    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else ""."""
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -128,7 +128,7 @@ def spread_of(estimate: Mapping[str, Any]) -> str:
 
 
 def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table, padded for plain text. right: the first right-aligned column."""
+    """Return a Markdown table, padded for plain text. right: first right-aligned column, from 0."""
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
     rule = [
@@ -152,7 +152,7 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
 def figures_of_grid(table: Table) -> dict[str, bytes | None]:
-    """Return PNGs of a table of environments, by the file name's end; None: no data."""
+    """Return end of the file name -> PNG of a table of environments; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
     by_env = {
         env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
@@ -187,7 +187,7 @@ def text_of_grid(table: Table) -> list[str]:
 
 
 def cells_of_table(table: Table) -> Cells:
-    """Return the rows by method and environment; methods in order of first appearance."""
+    """Return method -> environment -> row; methods in order of first appearance."""
     cells: dict[str, dict[str, RowJson]] = {}
     for row in table["rows"]:
         cells.setdefault(row["method"], {})[row["environment"]] = row
@@ -222,7 +222,9 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
-    """Draw a PNG of success by `turns`, or pass@k (`pass_at`); None if no cell has two values."""
+    """Draw a PNG of success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
+    environment; None if no cell has two values. title: of the x axis.
+    """
     by_env = {
         env: {
             method: curve
@@ -246,7 +248,6 @@ def _table(
     table: Table, text_of: Callable[[RowJson], str], first: Mapping[str, str] | None = None
 ) -> str:
     """Return a Markdown table with a line per method and a column per environment.
-
     text_of: gives the text of a cell; first: environment -> text of a first line, *start*.
     """
     envs = table["environments"]
@@ -278,7 +279,7 @@ def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
 
 
 def _grid_contrasts(table: Table, main: str) -> str:
-    """Return a Markdown table of the contrasts of methods, with a column per environment."""
+    """Return caption and Markdown table of the methods' contrasts of `main`, by environment."""
     by_contrast: dict[str, dict[str, str]] = {}
     for contrast in table["contrasts"]:
         name = " − ".join(map(literal, contrast["of"]))
@@ -362,7 +363,7 @@ def table_markdown(table: Table) -> str:
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
-    """Return MLflow's tables (JSON) by file name: one of rows, one of contrasts; no empty one."""
+    """Return tables for MLflow (JSON) by file name: rows, contrasts; an empty one is left out."""
     import pandas as pd
 
     rows = [

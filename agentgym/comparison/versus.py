@@ -52,7 +52,6 @@ class NamedResult:
 def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
     (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
-
     Files outside `evaluations` of the state folder are not checked, and their names state this.
     Errors: ConfigError.
     """
@@ -79,7 +78,7 @@ def _name(result: Result, location: str) -> str:
 
 
 def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
-    """Return the run's own evaluation of a step. Errors: ConfigError if there is none."""
+    """Return the run's own newest evaluation of a step. Errors: ConfigError if there is none."""
     name = PolicyName.parse(word)
     weights = commit_of(cfg, store, name.name, run=name.of)
     for head in reversed(store.heads(f"evaluate-{name.name}")):
@@ -90,7 +89,6 @@ def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
 
 def versus(named: Sequence[NamedResult], *, confidence: float | None = None) -> dict[str, Any]:
     """Return the comparison of every result with the first one, as JSON types.
-
     Keys: schema_version, confidence, baseline (name of the first), results, contrasts.
     confidence: None: the protocol's. Errors: ConfigError for fewer than two results, one with too
     low coverage, or two that cannot be compared, for example because they played other items.
@@ -143,7 +141,7 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return the one verdict that some environments show, `mixed` for both, or `not shown`."""
+    """Return `better` or `worse` if `verdicts` has only one, `mixed` for both, else `not shown`."""
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
@@ -180,7 +178,7 @@ def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, A
 
 
 def horizon_of(result: Result, env: str) -> int:
-    """Maximum number of turns of an episode; without one in the protocol, those of the longest."""
+    """Maximum number of turns by the protocol; if it has none, the turns of the longest episode."""
     for env_protocol in result.identity["protocol"]["envs"]:
         if env_protocol["env"]["name"] == env:
             return int(env_protocol["max_turns"])
@@ -188,8 +186,8 @@ def horizon_of(result: Result, env: str) -> int:
 
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
-    """Return success against turns, generated tokens and seconds; None for a curve of unknown
-    costs, an empty list if no sample counts.
+    """Return success against turns, generated tokens and seconds; None for tokens or seconds if
+    nothing succeeded or they are unknown; an empty list if no sample counts.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
@@ -211,7 +209,7 @@ def sampled_slots(slots: Sequence[Slot]) -> list[Slot]:
 
 
 def _told(named: NamedResult, env: str) -> Iterator[str]:
-    """Yield texts that a policy was shown: instructions, and observations of stored episodes."""
+    """Yield texts shown to the policy: instructions; observations of up to LOOKED_AT episodes."""
     yield named.result.about.get("instructions", {}).get(env, "")
     folder = named.folder
     if folder is None or not (folder / EPISODES).is_file():
@@ -222,7 +220,7 @@ def _told(named: NamedResult, env: str) -> Iterator[str]:
         yield from (turn["observation"] for turn in row["turns"])
 
 
-Json = Mapping[str, Any]
+Json = Mapping[str, Any]  # the result of `versus`, or a part of it
 PAGE = "comparison.html"
 SHOWN_ITEMS = 40  # of a list of names; all are in the JSON
 AXES = {
@@ -239,7 +237,7 @@ _SAYS = {
 
 
 def lines(versus: Json) -> list[str]:
-    """Return a verdict per comparison and its evidence, environment by environment."""
+    """Return lines of text: the verdict of each comparison, and its evidence by environment."""
     text = []
     for contrast in versus["contrasts"]:
         text.append(sentence(contrast))
@@ -300,7 +298,7 @@ def files(versus: Json) -> dict[str, bytes]:
 
 
 def differences_png(versus: Json) -> bytes:
-    """Draw differences with intervals as PNG; gray bar: too small to be shown with these items."""
+    """Draw differences with intervals as PNG; a gray bar covers those too small to be shown."""
     rows = [
         (f"{contrast['after']}\n{env}", row)
         for contrast in versus["contrasts"]

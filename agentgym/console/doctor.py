@@ -59,7 +59,8 @@ def examine(cfg: RunConfig) -> list[Finding]:
 
 def _profiles(folder: Path = Path("profiles/small")) -> Finding:
     """Return a finding with the names of the profiles that fit this machine; not ok if none does.
-    A comment at the top of each states its needs in GiB, on the largest GPU and on the host.
+    A comment at the top of each states its needs in GiB, on the largest GPU and on the host; one
+    without it does not count as fitting.
     """
     import torch
 

@@ -18,8 +18,8 @@ from envs.plain import plain
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
     """Run a command and return its exit code. An error becomes one line on standard error.
-    Codes: 2 for a ConfigError, 130 if interrupted (SIGTERM acts as Ctrl-C), 141 if the reader of
-    standard output is gone, 1 for another error, whose traceback `show_traceback` prints first.
+    Codes: 2 for a ConfigError, 130 if interrupted (SIGTERM acts as Ctrl-C from now on), 141 if the
+    reader of standard output is gone, 1 for another error; `show_traceback` prints its traceback.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -57,7 +57,7 @@ class Bars:
             self._task = self._bars.add_task(what, total=total, note="")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Advance the bar and show `note` after it; without a terminal, print a line every 20 s."""
+        """Advance the bar; an empty note keeps the last. Without a terminal: a line every 20 s."""
         self._count += count
         if self._task is not None:
             self._note = note or self._note

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint or any other policy: play the slots still missing, compute the result."""
+"""Evaluate a policy: play the slots (item and sample) still missing, then compute the result."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Items = Mapping[str, Sequence[Item]]  # by environment
 
 @dataclass(frozen=True)
 class Opened:
-    """A policy and its environments, ready to play."""
+    """Environments connected for a policy, and `seat`, which opens the policy to play in them."""
 
     loop: LoopThread
     told: Mapping[str, str]  # instructions of the servers, by environment
@@ -59,9 +59,8 @@ class Opened:
 
 
 def evaluate(ctx: StepContext) -> Manifest:
-    """Evaluate a run's checkpoint and compare it with the step's baseline. Return the final commit.
-
-    A resumed step plays the missing episodes: those not yet played and those that failed.
+    """Evaluate a run's checkpoint and compare it with the step's baseline, if any. Return the final
+    commit. A resumed step plays the missing episodes: those not yet played and those that failed.
     Errors: RolloutError if more episodes failed than `evaluation.min_coverage` allows.
     """
     cfg, settings, step, store = ctx.cfg, ctx.cfg.evaluation, ctx.step, ctx.store
@@ -109,8 +108,8 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
-    """Return the first `evaluation.num_items` items of the split, by environment.
-    Errors: ValueError if there are fewer.
+    """Return the first `evaluation.num_items` items of `evaluation.split`, by environment; those
+    without items are left out. Errors: ValueError if the split has fewer.
     """
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
@@ -124,7 +123,9 @@ def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]
 
 
 def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, list[str | None]]:
-    """Return the digests of the items' tasks, by environment; None if it reports no tasks."""
+    """Return each item's task digest, by environment; None if the environment reports no tasks.
+    data: commit of the step `prepare`, which has the digests.
+    """
     digests = json.loads(store.read(data, TASKS))
     return {env: [digests[item.item_id] for item in its] for env, its in items.items()}
 
@@ -149,7 +150,7 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
 
 
 def require_coverage(ledger: Ledger, least: float) -> None:
-    """Raise RolloutError if more than 1 - `least` of the slots failed at their last attempt."""
+    """Raise RolloutError if a share of more than 1 - `least` of the slots failed for good."""
     failed = [slot for slot in ledger.slots.values() if slot.failed and not slot.counts]
     num_out, num = len(failed), len(ledger.slots)
     if num_out > (1 - least) * num + 1e-9:
@@ -190,8 +191,9 @@ def open_local(
     protocol: EvaluationProtocol,
     watched: Callable[[Player], Player] = lambda player: player,
 ) -> Iterator[Opened]:
-    """Open a policy for the block, to play in this process. Errors: as `open_pool`.
-    watched: wraps a player before it plays an episode.
+    """Connect to the environments for the block, to play in this process; `Opened.seat` then opens
+    the policy. watched: wraps a player before it plays an episode.
+    Errors: as `open_pool` and `told_by`.
     """
     with open_pool(cfg, endpoints, allow_expert=contender.needs_expert) as (pool, loop, guides):
 
@@ -213,8 +215,8 @@ def open_local(
 
 
 def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[str, str]:
-    """Return environment -> instructions, without the environments whose episodes, by the protocol,
-    do not begin with instructions. openings: the result of `told_by`.
+    """Return environment -> instructions, for environments whose protocol sets `instructions`.
+    openings: environment -> instructions, from `told_by`.
     """
     names = [settings.env.name for settings in protocol.envs if settings.instructions]
     return {env: openings[env] for env in names}
@@ -261,7 +263,7 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play and commit the missing slots. Return why it stopped early; empty: it played all."""
+    """Play each missing slot once and commit it. Return why it stopped early; empty: it did not."""
 
     async def playing() -> str:
         spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
@@ -311,7 +313,9 @@ def identity_of(
     policy: Mapping[str, Any],
     instructions: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return all that can change an evaluation's result. instructions: the result of `told_by`."""
+    """Return all that can change an evaluation's result. tasks: each item's task digest, or None;
+    policy: `Contender.identity`; instructions: the result of `told_by`.
+    """
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()

@@ -74,7 +74,7 @@ class Evidence:
 
     @property
     def item_set(self) -> str:
-        """Digest of the items, by environment."""
+        """One sha256 of the item lists of all environments."""
         return sha256(canonical_json({env: list(pair.items) for env, pair in self.pairs.items()}))
 
     def to_json(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Judgement:
 
 
 def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -> dict[str, Any]:
-    """Return the judgement as JSON types, with rules (`settings`), `evidence` and `item_set`."""
+    """Return the judgement as JSON types, with the gate's `settings`, `evidence` and `item_set`."""
     return {
         **judgement.to_json(),
         "item_set": evidence.item_set,
@@ -149,7 +149,7 @@ def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -
 
 
 def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded decision, judged again from its rules and evidence.
+    """Return a recorded decision, judged again from its settings and evidence.
     Errors: ValueError, KeyError or TypeError if it is no decision.
     """
     rules = GateConfig.model_validate(decision["settings"])
@@ -159,7 +159,7 @@ def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge(rules: GateConfig, evidence: Evidence) -> Judgement:
-    """Return the verdict (REJECT if a rule rejects, else HOLD if one holds) with all rulings."""
+    """Return REJECT if a rule rejects, else HOLD if one holds, else PROMOTE; with all rulings."""
     rulings = [*_of_the_candidate(rules, evidence)]
     if evidence.has_champion:
         rulings += _of_both(rules, evidence)
@@ -193,7 +193,9 @@ def _of_the_candidate(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]
 
 
 def _floor(rules: GateConfig, env: str, pair: Pair) -> Ruling:
-    """Return the ruling on gate.min_success, from the lower bound and the mean of success."""
+    """Return the ruling on gate.min_success: PROMOTE if the lower bound of success reaches it,
+    REJECT if the mean is below it, else HOLD; HOLD also if no episode counts.
+    """
     means = item_means(pair.after)
     if np.isnan(means).all():
         return Ruling("floor", "HOLD", f"{env}: no episode counts", env)
@@ -334,8 +336,9 @@ def _not_inferior(rules: GateConfig, env: str, gain: Moments) -> Ruling:
 
 
 def _families(rules: GateConfig, env: str, pair: Pair) -> Iterator[Ruling]:
-    """Yield REJECT for each family with a significant loss (Bonferroni over families) whose mean
-    exceeds gate.family_margin. Never HOLD: some family is too small in any set of items.
+    """Yield REJECT for each family (kind of task) of 2 items or more with a significant loss
+    (Bonferroni over families) whose mean exceeds gate.family_margin. Never HOLD: some family is too
+    small in any set of items.
     """
     by_family = gains_by_family(pair.families, _gained(pair))
     for family, gains in by_family.items():

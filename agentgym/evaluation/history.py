@@ -126,7 +126,7 @@ class History:
         self._began = ""
 
     def entries(self) -> list[Entry]:
-        """Return the entries in order. Errors: DigestMismatch, BlobMissing, ValueError."""
+        """Return the entries in order. Errors: DigestMismatch, BlobMissing; see `from_bytes`."""
         return [self.entry(commit) for commit in self.commits() if RECORD in commit.records]
 
     def commits(self) -> list[Manifest]:
@@ -189,10 +189,10 @@ class Home:
         return cls(**json.loads(text))
 
     def deciding(self, local: History, base: Path | None = None) -> History:
-        """Return the history to which decisions are added. local: the one in this process's store.
-        This is `local` if it is in the home's store or began with the same decision (a moved or
-        copied store), or if the home's store was opened here and has lost the history.
-        Errors: HistoryElsewhere if the home's store cannot be reached from here.
+        """Return the history to which decisions are added. local: the one in this process's store;
+        base: as in `of`. The result is `local` if it is in the home's store or began with the same
+        decision (a moved or copied store), or if the home's store was opened here and has lost the
+        history. Errors: HistoryElsewhere if the home's store cannot be reached from here.
         """
         here = Home.of(local, base)
         if (self.store, self.host) == (here.store, here.host) or local.began == self.began:
@@ -223,8 +223,8 @@ class Home:
         return history
 
     def opened(self, local: RunStore, base: Path | None) -> RunStore | None:
-        """Open this home's store, with `local`'s lease time; None if that fails (logged) or its
-        folder is on another host.
+        """Open this home's store, with the lease time of `local`; None if that fails (logged) or
+        its folder is on another host. base: as in `of`.
         """
         root = self.store
         if not _is_s3(root):
@@ -278,7 +278,7 @@ class OpenHistory:
 
 
 def champion_of(entries: list[Entry]) -> Version | None:
-    """Return the version that holds the alias by the last entry."""
+    """Return the version that holds the alias by the last entry; None without one."""
     return entries[-1].after if entries else None
 
 
@@ -288,7 +288,7 @@ def artifact(history: History, entry: Entry) -> str:
 
 
 def decision_tags(entry: Entry) -> dict[str, str]:
-    """Return tags for the version decided on: verdict (or kind), reason and digest of the entry."""
+    """Return tags for the version decided on: verdict or kind, shortened reason, entry's digest."""
     verdict = entry.verdict or entry.kind.upper()
     return {VERDICT: verdict, WHY: entry.why[:5000], DECISION: sha256(entry.to_bytes())}
 

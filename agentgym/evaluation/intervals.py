@@ -71,7 +71,6 @@ class Interval:
 
 def curves(n: FloatArray, c: FloatArray, max_k: int) -> tuple[FloatArray, FloatArray]:
     """Return (pass@k, pass^k) for k = 1 .. max_k, each [I, max_k].
-
     pass@k: at least one of k samples succeeds, 1 - C(n - c, k) / C(n, k); pass^k: all of them
     succeed, C(c, k) / C(n, k).
     n, c: [I] samples of an item and how many of them succeeded.
@@ -106,7 +105,6 @@ class Moments:
 
     def p_value(self) -> FloatArray:
         """Return the p-value of the two-sided t test that the mean is 0, [...].
-
         Without any variance it is 1 for a mean of 0, and 0 for another mean.
         """
         error = np.sqrt(self.variance)
@@ -123,10 +121,9 @@ def clustered_interval(
     kind: Kind,
     confidence: float,
 ) -> Interval:
-    """Return the mean of `values` [I] with its interval; NaN is left out.
-
-    families: [I] family of each item; they are the clusters if there are FEWEST or more.
-    Errors: ValueError if no value is left.
+    """Return the mean of `values` [I] with its interval; NaN is left out. kind: see `Kind`.
+    families: [I] family of each item; they are the clusters if there are FEWEST or more, else every
+    item is its own. Errors: ValueError if no value is left.
     """
     if values.ndim != 1 or np.isnan(values).all():
         raise ValueError(
@@ -163,9 +160,8 @@ def clustered_intervals(
 
 
 def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind) -> Moments:
-    """Return the moments of the mean of each row.
-
-    values: [..., I], NaN is left out.
+    """Return the moments of the mean of each row of `values` [..., I]; NaN is left out.
+    kind: if fewer than RARE items decide a difference, its variance is raised, see the module.
     codes: [I], integers from 0, equal for items of one family; None: every item is its own cluster.
     """
     valid = ~np.isnan(values)
@@ -190,7 +186,7 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
 
 
 def family_codes(families: Sequence[Hashable] | None) -> NDArray[np.int_] | None:
-    """Return the number of each item's family, [I], from 0; None for fewer than FEWEST families."""
+    """Return each item's family number from 0, [I]; None for None or fewer than FEWEST families."""
     if families is None:
         return None
     code_of = {family: code for code, family in enumerate(dict.fromkeys(families))}
@@ -231,7 +227,6 @@ def _rare(values: FloatArray, mean: FloatArray, kind: Kind) -> NDArray[np.bool_]
 def telling(off: FloatArray) -> FloatArray:
     """Return the effective number of items that decide a mean, [...]: k if k items have the same
     distance and the rest have 0, fewer if one outweighs the others.
-
     off: [..., I] distance of each value from 0, or for a share from the nearer of 0 and 1.
     """
     size = np.abs(off)
@@ -275,7 +270,8 @@ def crossed_interval(
     codes: NDArray[np.int_] | None = None,
 ) -> Interval:
     """Return the mean of `values` [S, I] over seeds and items, with its interval; NaN is left out.
-    codes: [I] the items' families, from `family_codes`. Errors: ValueError if a seed has no value.
+    codes: [I] the items' families, from `family_codes`.
+    Errors: ValueError for another shape, or if a seed has no value.
     """
     if values.ndim != 2 or not values.size:
         raise ValueError(

@@ -45,8 +45,9 @@ def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str,
 
 
 def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, Any]:
-    """Return `summary`, FAILED, `coverage` and `num_env_errors` over all environments. If there are
-    several, `by_env` has the same of each (but `num_items` instead of `num_env_errors`).
+    """Return `summary` and FAILED (intervals by the names of `keys`, in either convention),
+    `coverage` and `num_env_errors`, over all environments. If there are several, `by_env` has the
+    same of each (but `num_items` instead of `num_env_errors`).
     k: of pass@k. Errors: ValueError if too few episodes count.
     """
 
@@ -76,12 +77,12 @@ def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, A
 
 
 def keys(num_samples: int, k: Sequence[int]) -> list[str]:
-    """Return the names of the main numbers: `greedy`, `avg_at_<n>`, `pass_at_<k>` for each k."""
+    """Return names of main numbers: `greedy`, `avg_at_<num_samples>`, `pass_at_<k>` for each k."""
     return ["greedy", f"avg_at_{num_samples}", *(f"pass_at_{number}" for number in k)]
 
 
 def metrics_of(main: Mapping[str, Any], result: Result) -> dict[str, float]:
-    """Return shares and means to log under `eval/...` and `eval/<env>/...`. main: `headline`'s."""
+    """Return metrics `eval/...` and `eval/<env>/...`. main: the result of `headline`."""
     metrics: dict[str, float] = {}
     by_env = main.get("by_env", {})
     for prefix, block in (("eval", main), *((f"eval/{env}", row) for env, row in by_env.items())):
@@ -100,8 +101,8 @@ def metrics_of(main: Mapping[str, Any], result: Result) -> dict[str, float]:
 def paired(
     before: Result, after: Result, k: Sequence[int], confidence: float
 ) -> dict[str, dict[str, Any]]:
-    """Return the mean difference after - before, item by item, with interval, by main number.
-    An item with too few episodes in either result is left out.
+    """Return the mean over items of after - before with its interval, by main number; see `keys`.
+    An item with too few episodes in either result is left out. k: of pass@k.
     Errors: ValueError if none is left, or if the two have different items or samples.
     """
     table_after, table_before = Table.of(after.slots), Table.of(before.slots)
@@ -198,7 +199,7 @@ class Table:
 
 
 def _conventions(table: Table, confidence: float) -> dict[str, Any]:
-    """Return `summary` and FAILED (the two conventions) and pass `curves`; empty if none counts."""
+    """Return `summary`, FAILED (the two conventions) and pass `curves`; {} each if none counts."""
     if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
         return {"summary": {}, FAILED: {}, "curves": {}}
     summary = success(table.greedy, table.samples, table.families, confidence=confidence)
@@ -224,8 +225,9 @@ def ks(largest: int) -> tuple[int, ...]:
 
 
 def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
-    """Mean reward, turns and tokens to a success, share of actions that changed nothing, and share
-    of episodes that succeed within 1, 2, ... turns. None: not known, or nothing succeeded.
+    """Return `reward`, `turns_to_success` and `tokens_to_success` (means), `invalid_actions` (share
+    of actions that changed nothing) and `success_within_turns` (share of episodes that succeed
+    within 1, 2, ... turns). None: not known, or nothing succeeded.
     """
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
     reward = mean_reward(table.reward[:, table.main], table.families, confidence=confidence)
@@ -263,7 +265,7 @@ def _families(table: Table, confidence: float) -> dict[str, Any]:
 
 
 def _parts(counted: Sequence[Slot]) -> dict[str, Any]:
-    """Mean and number of episodes of each part of a graded outcome (`info[PARTS]`), by its name."""
+    """`mean` and `num_episodes` of each part of a graded outcome (`info[PARTS]`), by its name."""
     parts: dict[str, list[float]] = {}
     for slot in counted:
         for name, value in _numbers(slot.info.get(PARTS), ""):
@@ -275,7 +277,9 @@ def _parts(counted: Sequence[Slot]) -> dict[str, Any]:
 
 
 def _numbers(part: Any, name: str) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) of a tree of parts; a list of numbers counts as its minimum."""
+    """Yield (dotted name, number) of each part below `part`, which is called `name`. A list of
+    numbers counts as its minimum; other values, for example text, are skipped.
+    """
     if isinstance(part, Mapping):
         for key, value in part.items():
             yield from _numbers(value, f"{name}.{key}" if name else str(key))
@@ -291,7 +295,8 @@ def _json(interval: Interval | None) -> dict[str, Any] | None:
 
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Success of slots that needed another attempt, compared with the others (Fisher's exact test).
-    If it `differs`, the failures did not fall on random episodes.
+    If it `differs`, the failures did not fall on random episodes. `p_value` is None, for no test,
+    without others or with fewer than FEWEST_RETRIED.
     """
     retried = [slot.success for slot in counted if slot.failed]
     first_tries = [slot.success for slot in counted if not slot.failed]
@@ -318,7 +323,7 @@ def success(
     """Return the mean and interval of `greedy`, `avg_at_<n>`, `pass_at_<k>` and `pass_hat_<k>`, by
     name, for every k up to n. None: no item has enough samples that count.
     greedy: [I], samples: [I, n]; 1, 0, or NaN. families: [I].
-    An item with fewer than k samples is left out of pass@k and pass^k. Errors: ValueError.
+    An item with fewer than k samples is left out of pass@k and pass^k. Errors: as `per_item`.
     """
     rows = per_item(greedy, samples)
     values = np.stack(list(rows.values()))
@@ -400,7 +405,7 @@ def to_success(
     confidence: float,
 ) -> dict[str, Any] | None:
     """Return `mean` (with interval) and `median` cost of successful episodes, and `num_episodes`.
-    cost, samples: [I, n]. None if nothing succeeded or a cost is not known.
+    cost, samples (success; 1, 0 or NaN): [I, n]. None if nothing succeeded or a cost is not known.
     """
     won = samples == 1
     if not won.any() or np.isnan(cost[won]).any():

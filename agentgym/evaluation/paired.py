@@ -145,7 +145,8 @@ def mcnemar_exact(
     gained: FloatArray, alternative: Literal["two-sided", "greater"] = "two-sided"
 ) -> float:
     """P-value of these wins and losses, if both are equally likely; 1 if there are none.
-    gained: [I] of single episodes: 1 (win), 0, -1 (loss) or NaN. greater: tests for more wins.
+    gained: [I] of single episodes: 1 (win), 0, -1 (loss) or NaN.
+    alternative: "greater" tests whether wins are more frequent than losses.
     Source: McNemar 1947, with the binomial distribution itself.
     """
     won, lost = int((gained > 0).sum()), int((gained < 0).sum())
@@ -159,14 +160,14 @@ def detectable_difference(gain: Moments, confidence: float) -> FloatArray:
 
 
 def detectable_with(decision: Decision, num_items: int) -> float:
-    """Return the smallest difference that `num_items` items like these would show with probability
-    POWER, if families grow in proportion; at most 1.
+    """Return the smallest difference that `num_items` items like the decision's would show with
+    probability POWER, if families grow in proportion; at most 1.
     """
     return float(min(1.0, decision.detectable * math.sqrt(decision.num_items / num_items)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for the number of tests (family-wise error rate; Holm 1979)."""
+    """Return p-values adjusted for their number, in order (family-wise error rate; Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, highest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -176,8 +177,8 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
-    """Pair both results by environment, item and sample: the sampled episodes if there are any,
-    else the greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
+    """Return environment -> Pair of both results: the sampled episodes if there are any, else the
+    greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
     """
     unlike = differences(before.identity, after.identity)
     if unlike:
@@ -216,7 +217,7 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
 
 
 def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:
-    """Return each family's differences that are not NaN; items without a family are left out."""
+    """Return family -> its differences that are not NaN, maybe none; skip items of no family."""
     family_of_item = np.array(families, dtype=object)
     return {
         family: gained[(family_of_item == family) & ~np.isnan(gained)]
@@ -245,7 +246,8 @@ class Curve:
 
 def obstacle(texts: Iterable[str], max_turns: int) -> str:
     """Return why success at a shorter horizon cannot be read from these episodes: a text names the
-    policy's number of turns. Empty if none does. texts: all instructions and observations.
+    policy's number of turns, or those left. Empty if none does.
+    texts: all instructions and observations.
     """
     named = re.compile(rf"\b{max_turns} (?:\w+ )?{_COUNTED}\b", re.IGNORECASE)
     for text in texts:
@@ -300,7 +302,7 @@ def within(
 ) -> Curve | None:
     """Return success within a budget of tokens or seconds, at NUM_BUDGETS quantiles of the cost of
     successes. costs: of each slot's whole episode; a success counts at budgets of its cost or more.
-    None if the cost of a success is not known, or nothing succeeded.
+    axis: the unit, `Curve.axis`. None if the cost of a success is not known, or nothing succeeded.
     """
     won = [cost for slot, cost in zip(slots, costs, strict=True) if slot.counts and slot.success]
     dearest = [cost for cost in won if cost is not None]
@@ -336,7 +338,7 @@ def _curve(
     max_turns: int,
 ) -> Curve:
     """Return a curve from rows [budgets, slots]; each item's slots are averaged first.
-    Errors: ValueError if no slot counts at a budget.
+    max_turns: 0 if the axis is not turns. Errors: ValueError if no slot counts at a budget.
     """
     values, count = _of_items(rows, slots)
     if (count.sum(axis=1) == 0).any():

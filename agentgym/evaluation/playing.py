@@ -74,7 +74,9 @@ async def play(table: Table, ledger: Ledger) -> None:
 
 
 async def _side_by_side(table: Table, ledger: Ledger) -> None:
-    """Play all environments at once, each with as many episodes in flight as its servers allow."""
+    """Play all environments at once, with as many episodes in flight as their servers allow, and at
+    most `concurrency` in all. A commit that is due is written in a thread.
+    """
     budget = asyncio.Semaphore(table.protocol.concurrency)
     committing = asyncio.Lock()
 
@@ -121,8 +123,8 @@ async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _in_waves(table: Table, ledger: Ledger) -> None:
-    """Play environments one by one in waves of a fixed size, greedy episodes first. A restarted
-    evaluation plays the same waves.
+    """Play environments one by one in waves of a fixed size, greedy episodes first. Commit after a
+    wave if that is due. A restarted evaluation plays the same waves.
     """
     for env_protocol in table.protocol.envs:
         size = min(env_protocol.most_in_flight, table.protocol.concurrency)

@@ -119,7 +119,7 @@ class Contender:
 
 @contextlib.asynccontextmanager
 async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIterator[Seat]:
-    """Open the policy for the block.
+    """Open the policy for the block, and close it after.
     cfg: engine, device, context and concurrency of a policy that needs an engine; spent: usage of
     earlier processes, which counts against a cost limit.
     """
@@ -184,7 +184,7 @@ def endpoint_contender(endpoint: Endpoint) -> Contender:
 def weights_contender(
     checkpoint: Checkpoint, weights: str, cfg: RunConfig, about: str
 ) -> Contender:
-    """Return a checkpoint as a policy that this machine runs. weights: digest of its weights."""
+    """Return a checkpoint as a policy to run here. weights: its digest; about: text for people."""
     engine = cfg.rollout.engine
     identity = {
         "kind": "weights",
@@ -201,7 +201,9 @@ def weights_contender(
 
 
 def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
-    """Return a commit's weights as a policy. Errors: ConfigError if its context is too short."""
+    """Return a commit's weights as a policy. Errors: ConfigError if the model's context is shorter
+    than model.context_tokens.
+    """
     from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest
 
@@ -214,7 +216,9 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
 
 
 def folder_contender(folder: Path, cfg: RunConfig, about: str) -> Contender:
-    """Return the model in a folder of the Hugging Face layout. Errors: ConfigError, ValueError."""
+    """Return the model in a folder of the Hugging Face layout as a policy. about: text for people.
+    Errors: ConfigError or ValueError if it cannot be loaded.
+    """
     from agentgym.models.checkpoint import folder_digest, is_of_ours, load_folder
 
     checkpoint = load_folder(folder, cfg.model)
@@ -250,7 +254,8 @@ def recorded_contender(
     of: str, records: str, actions: Mapping[tuple[str, int], tuple[str, ...]], about: str
 ) -> Contender:
     """Return a policy that repeats an evaluation's actions.
-    of, records: digests of the evaluation and of its records; actions: by item id and sample.
+    of, records: digests of the evaluation and of its records; about: text for people;
+    actions: by item id and sample. A player without recorded actions fails.
     """
     identity = {"kind": str(PolicyKind.RECORDED), "of": of, "records": records}
     return Contender(
@@ -303,8 +308,8 @@ def with_room(
 
 
 def told_by(guides: Mapping[str, Guide], protocol: EvaluationProtocol) -> dict[str, str]:
-    """Return the servers' instructions with as many worked examples as the protocol wants, by
-    environment. Errors: ConfigError if an environment offers too few examples.
+    """Return environment -> its servers' instructions (`guides`) with as many worked examples as
+    the protocol wants. Errors: ConfigError if an environment offers too few examples.
     """
     return {
         name: guides[name].opening(name, settings.examples, settings.action_format)

@@ -169,7 +169,7 @@ class EvaluationProtocol(Section):
         return coverage >= self.min_coverage - 1e-9
 
     def errors_allowed(self, num_episodes: int) -> float:
-        """Return `fail_on_error` as the number of episodes that may fail for good."""
+        """Return `fail_on_error` as the number of episodes that may fail for good; false: all."""
         limit = self.fail_on_error
         if isinstance(limit, bool):
             return 0 if limit else num_episodes

@@ -48,7 +48,8 @@ PAGE = "report.html"
 def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Manifest:
     """Register the checkpoint, let the gate decide if the alias moves to it, and commit both.
     Return the commit. Idempotent per checkpoint. If the alias's history cannot be reached, nothing
-    is decided. play_anew: plays a registered version under the gate's protocol.
+    is decided, and the commit states why.
+    run_key: of the run; play_anew: plays a registered version under the gate's protocol.
     """
     cfg, store = ctx.cfg, ctx.store
     ctx.progress.start("register the model", 1)
@@ -112,7 +113,8 @@ def _evidence(
     play_anew: PlayAnew,
 ) -> Evidence:
     """Return evidence from the runs' own evaluations; with gate.protocol, or if these cannot be
-    compared, from playing both models anew. With a champion, changed numbers are a failed audit.
+    compared, from playing both models anew. If there is a champion, and the candidate's recorded
+    result is not that of its episodes, the evidence is a failed audit.
     """
     if not cfg.gate.protocol:
         if champion is None:
@@ -129,7 +131,9 @@ def _evidence(
 def evidence_anew(
     cfg: RunConfig, candidate: Version, champion: Version | None, play_anew: PlayAnew
 ) -> Evidence:
-    """Return evidence from playing both models by one protocol; its `obstacle` if that fails."""
+    """Return evidence from playing both models by one protocol, or the candidate alone if there is
+    no champion. If the champion cannot be played or compared, the evidence has an `obstacle`.
+    """
     name = cfg.registered_model
     candidate_result = play_anew(f"models:/{name}/{candidate.number}")
     if champion is None:
@@ -149,8 +153,8 @@ def confirm_registration(
     evaluation: Manifest,
     run_key: str,
 ) -> None:
-    """Register the model again if MLflow has lost it, and restore the alias from the history.
-
+    """Register the model again if MLflow has lost it, and restore the alias from the history, if
+    this can be reached. registered, checkpoint, evaluation: commits of these steps.
     Errors: LedgerError if MLflow has another version number, or files that are made anew differ.
     """
     name = cfg.registered_model
@@ -217,7 +221,7 @@ def headline_tags(evaluation: Manifest) -> dict[str, str]:
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
-    """Commit the report page and its pictures, and return the commit. MLflow gets them later."""
+    """Commit the report's page and pictures. Return the commit. MLflow gets them later."""
     ctx.progress.start("report", 1)
     files = report_files(ctx.cfg, ctx.store, ctx.parents, run_key, steps)
     ctx.progress.advance()
@@ -244,7 +248,7 @@ def report_files(
     run_key: str,
     steps: Mapping[str, Step],
 ) -> dict[str, bytes]:
-    """Return the page and its pictures by file name. parents: commits of the steps, by name."""
+    """Return page and pictures by file name. parents: commits by step; steps: all steps by name."""
     titles = {name: step.title.removeprefix("evaluate ") for name, step in steps.items()}
     by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)
@@ -312,7 +316,7 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    """Return the intervals in `results[part]`, greedy first, without pass@1, equal to avg@n."""
+    """Return `results[part]` as intervals by name, greedy first, without pass@1, equal to avg@n."""
     rows = sorted(manifest.results[part].items(), key=lambda item: item[0] != "greedy")
     return {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
 
@@ -351,7 +355,7 @@ PlayAnew = Callable[[str], Result]
 
 
 def first_evidence(result: Result) -> Evidence:
-    """Return the evidence about a candidate if there is no champion."""
+    """Return evidence about a candidate without a champion. Errors: Incomparable if unfinished."""
     alone = {
         env: replace(pair, before=np.full_like(pair.after, np.nan))
         for env, pair in align(result, result).items()

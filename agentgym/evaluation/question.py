@@ -109,9 +109,8 @@ def question_of_version(
 
 
 def other_question(ours: Question, champions: Question, *, envs_only: bool = False) -> str:
-    """Return why a candidate judged on `ours` cannot replace a champion; empty: nothing differs.
-
-    envs_only: both are judged by the gate's own protocol, so only the environments are compared.
+    """Return why a candidate judged on `ours` cannot replace a champion judged on `champions`; else
+    "". envs_only: the gate's own protocol judges both, so only the environments are compared.
     """
     unlike = unlike_parts(ours, champions)
     if ours.envs.keys() != champions.envs.keys():

@@ -71,7 +71,9 @@ class Ledger:
         protocol: EvaluationProtocol,
         plan: Plan,
     ) -> Ledger:
-        """Return the ledger as `earlier` commits left it; if there are none, commit the plan."""
+        """Return the ledger as the `earlier` commits left it, with the identity of their plan; if
+        there are none, commit `plan`. make_commit: see the field.
+        """
         ledger = cls(
             make_commit,
             plan.identity,

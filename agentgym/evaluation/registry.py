@@ -55,7 +55,7 @@ from agentgym.tracking.registry import (
 logger = logging.getLogger(__name__)
 
 HOME = "mlflow.agentgym.history."  # tag of a registered model, followed by the alias: a `Home`
-ROUNDS = 5  # champions that may change while a candidate is judged
+ROUNDS = 5  # times that the champion may change while a candidate is judged
 BY_HAND = ("forced", "rolled back")  # kinds of entries that set the alias without a judgement
 EvidenceFor = Callable[[Version | None], Evidence]
 
@@ -70,7 +70,7 @@ class Standing:
 
 
 class Promotions:
-    """An alias of a registered model, its history and its registry."""
+    """Judge of an alias: records decisions in its history, and moves the alias in MLflow."""
 
     def __init__(self, store: RunStore, tracker: Tracker, model: str, alias: str) -> None:
         self.own = History(store, model, alias)
@@ -91,7 +91,7 @@ class Promotions:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """Open the history to write, after sending MLflow an entry that it is owed.
+        """Open the history to write, after sending MLflow its location and an entry that is owed.
         Errors: HistoryElsewhere, LeaseHeld.
         """
         with self.history.open() as opened:
@@ -127,7 +127,7 @@ class Promotions:
         )
 
     def number_of(self, version: Version) -> str | None:
-        """Return the version's number in the registry; None if it is not there."""
+        """Return a version's number in MLflow, by its checkpoint if it has one; None if missing."""
         if version.checkpoint:
             return find_version(self.tracker, self.model, version.checkpoint)
         with contextlib.suppress(LookupError):
@@ -167,14 +167,15 @@ class Promotions:
         question: Question | None = None,
         who: str = "",
     ) -> Entry:
-        """Judge the candidate against the alias's holder, and move the alias on PROMOTE.
-
+        """Judge the candidate against the alias's holder, record the entry, return it, and move the
+        alias on PROMOTE. An empty history first records the holder of the alias in MLflow, if any.
         Idempotent: a repeated call returns the recorded decision, also after a crash. If the
         candidate is the champion, the entry is not recorded.
         evidence_for: may play for minutes, so no lease is kept meanwhile; called again if the
         champion changed, and not at all if the two were judged on different questions.
-        asked: as `Entry.asked`; question: what evidence_for evaluates without gate.protocol.
-        Errors: HistoryElsewhere; RuntimeError if the champion changes ROUNDS times meanwhile.
+        asked, who: as in `Entry` (who: empty for `me()`); question: the one that evidence_for
+        evaluates without gate.protocol.
+        Errors: HistoryElsewhere, LeaseHeld; RuntimeError if the champion changes ROUNDS times.
         """
         for _ in range(ROUNDS):
             with self.open() as opened:
@@ -273,7 +274,8 @@ class Promotions:
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
         """Record a person's decision to move the alias to `version`, move it, and return the entry.
-        Errors: HistoryElsewhere, LeaseHeld.
+        An empty history first records the alias's holder in MLflow, as in `consider`.
+        why, kind: as in `Entry`. Errors: HistoryElsewhere, LeaseHeld.
         """
         with self.open() as opened:
             self._adopt(opened)
@@ -283,8 +285,9 @@ class Promotions:
             return self._add(opened, entry)
 
     def roll_back(self, to: str | None, why: str) -> Entry:
-        """Move the alias back to version `to`, or to the one before (None). Return the new entry.
-        Errors: ConfigError if that version never held the alias or is gone from the registry.
+        """Move the alias back to the version numbered `to`, or to the one before (None), and record
+        it with the reason `why`. Return the new entry. Errors: as `force`; ConfigError if that
+        version never held the alias or is gone from the registry.
         """
         entries = self.history.entries()
         holders = [entry.after for entry in entries if entry.after is not None]
@@ -310,7 +313,7 @@ class Promotions:
 
     def restore(self) -> None:
         """Send MLflow the last entry and its alias if either is missing; an alias that was moved by
-        hand stays, unless that entry is still owed. Errors: HistoryElsewhere.
+        hand stays, unless that entry is still owed. Errors: HistoryElsewhere, LeaseHeld.
         """
         history = self.history
         entries = history.entries()
@@ -413,7 +416,9 @@ def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple
 
 
 def told_of_files(promotions: Promotions, number: str) -> tuple[bool, str]:
-    """Return (True if a version's files were changed or are gone, a line to print)."""
+    """Return (True if a version's files were changed or are gone, a line to print).
+    Files that cannot be checked give False and a line that states this.
+    """
     with tempfile.TemporaryDirectory(prefix="agentgym-model-") as folder:
         try:
             left_out = fetch_registered(promotions, number, Path(folder))[1]

@@ -48,7 +48,7 @@ class Curve:
 
 
 INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
-_SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # distinct in grey, too
+_SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # distinct in gray, too
 _STAGES = ("#f6f8fa", "#eaeff4")
 _SMOOTHING_STEPS = 7  # width of the running mean
 
@@ -107,7 +107,7 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
     keys = list(rows[0].summary)
     figure, axes = _figure(max(6.0, 1.6 + 0.75 * len(keys) * len(rows)), 3.8)
     width = 0.8 / len(rows)
-    # grey for the first row, the darkest blue for the last
+    # gray for the first row, the darkest blue for the last
     colours = ["#b3bdc8", *colormaps["Blues"](np.linspace(0.75, 0.45, len(rows) - 1)[::-1])]
     for number, (row, colour) in enumerate(zip(rows, colours, strict=True)):
         intervals = [row.summary[key] for key in keys]
@@ -268,8 +268,8 @@ def failures(result: Result) -> list[tuple[str, int, str, str]]:
 
 
 def usage_facts(result: Result) -> dict[str, str]:
-    """Return calls, tokens and cost, without our own engine's cached tokens: these depend on its
-    other work, not on the policy.
+    """Return calls, tokens and cost (if known) as text, by name, without our own engine's cached
+    tokens: these depend on its other work, not on the policy.
     """
     usage, tokens = result.usage, result.usage.known
     if "engine" in result.identity.get("policy", {}):

@@ -83,7 +83,7 @@ class Slot:
     num_invalid: int | None = None  # actions it did not carry out; None: it does not report them
     usage: Usage = field(default_factory=Usage)  # of that attempt
     info: Mapping[str, Any] = field(default_factory=dict)  # the environment's at the end
-    failed: tuple[Attempt, ...] = ()  # in order; of a slot that failed for good, all
+    failed: tuple[Attempt, ...] = ()  # in order; all of a slot's attempts if it failed for good
     wall_s: float = field(default=0.0, compare=False)
 
     @property
@@ -247,7 +247,7 @@ class Result:
 
     @classmethod
     def from_bytes(cls, data: bytes, clock: bytes = b"{}", where: str = "the result") -> Self:
-        """Read a result. where: its name in errors. Errors: ResultError."""
+        """Read a result from its files' content. where: its name in errors. Errors: ResultError."""
         try:
             tree, times = json.loads(data), json.loads(clock)
             version = tree["schema_version"]
@@ -304,7 +304,7 @@ def coverage_of(slots: Sequence[Slot]) -> float:
 
 
 def families_of(slots: Iterable[Slot]) -> tuple[str | None, ...]:
-    """Return each item's family, in order of first appearance; None if no slot has one."""
+    """Return each item's family, in order of first appearance; None if its slots have none."""
     families: dict[str, str | None] = {}
     for slot in slots:
         families[slot.item_id] = families.get(slot.item_id) or slot.family

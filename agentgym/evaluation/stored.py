@@ -41,7 +41,9 @@ def is_evaluation(head: Manifest) -> bool:
 
 
 def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
-    """Return the plan of an evaluation. Errors: ResultError if no commit has one."""
+    """Return the plan of an evaluation; one of an earlier release, which stored none, is rebuilt.
+    commits: all of them, oldest first. Errors: ResultError if they are no evaluation.
+    """
     if commits and PLAN in commits[0].records:
         return read_plan(store, commits[0])
     if commits and OUTCOMES in commits[-1].blobs:
@@ -51,7 +53,9 @@ def plan_of(store: RunStore, commits: Sequence[Manifest]) -> Plan:
 
 
 def played_slots(store: RunStore, plan: Plan, commits: Sequence[Manifest]) -> tuple[Slot, ...]:
-    """Return the plan's slots as played. Errors: NumbersChanged for an unplanned episode."""
+    """Return the plan's slots as played in these commits.
+    Errors: NumbersChanged for an unplanned episode; as `attempts_of`.
+    """
     slots = {key_of(slot): slot for slot in plan.slots}
     try:
         replay(store, commits, slots)

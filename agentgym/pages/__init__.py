@@ -50,8 +50,9 @@ class Pages:
 
 
 def single_page(template: str, **context: Any) -> bytes:
-    """Return an HTML page in one file, style included, as UTF-8. It has no script, loads nothing
-    and escapes all text; its content security policy would block scripts and requests, too.
+    """Return a template, rendered with the variables `context`, as an HTML page in one file, UTF-8,
+    style included. It has no script, loads nothing and escapes all text; its content security
+    policy would block scripts and requests, too.
     """
     style = (FOLDER / "static/view.css").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
@@ -113,7 +114,6 @@ def is_cut(text: object, limit: int = MAX_SHOWN) -> bool:
 
 def number(value: float | None, digits: int = 3) -> str:
     """Format a number, rounded to `digits` decimals, without trailing zeros; None as a dash.
-
     A whole number has commas between thousands, another one at most six significant digits.
     """
     if value is None:
