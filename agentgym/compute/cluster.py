@@ -63,8 +63,8 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
 
 
 class Cluster:
-    """Actors of one step in a placement group: the ranks in its first bundles, then the workers.
-    All their processes are started at once, when the object is made.
+    """Actors of one step in a placement group: the ranks of a `learner` in its first bundles, then
+    the workers of an `engine`. Making the object starts all their processes at once.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Join the cluster at `address`, which is host:port, or "auto" for this machine's own.
+    """Join the cluster at `address`: host:port, or "auto" for this machine's. options: of ray.init.
     Errors: RayUnreachable, also if a token is missing or wrong; ConfigError for another form.
     """
     from ray._private.authentication.authentication_token_setup import (
@@ -289,7 +289,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let a cluster that is started in the block listen on loopback alone, not for other nodes."""
+    """Let a Ray cluster that is started in the block listen on loopback alone."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

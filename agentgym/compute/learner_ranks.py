@@ -52,7 +52,7 @@ class RankLost(RuntimeError):
 
 
 class LearnerRank:
-    """Actor with one rank's part of the weights."""
+    """Actor with one rank's part of the weights, which it trains, writes to a store and sends."""
 
     def __init__(self, rank: int, size: int, device: str, timeout_s: float) -> None:
         set_threads()
@@ -92,7 +92,7 @@ class LearnerRank:
         return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
-        """Copy this rank's part for `begin_writing`, as all ranks must. Result: size in bytes."""
+        """Keep a copy of this rank's part for `begin_writing`, as all ranks must. Result: bytes."""
         self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 
@@ -101,7 +101,7 @@ class LearnerRank:
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
     def written(self) -> dict[str, Blob] | None:
-        """Return the blobs by name, or None while writing. Errors: the one that ended writing."""
+        """Return the blobs by name, None while still writing. Errors: the one that ended it."""
         if not self._writing.done():
             return None
         blobs: dict[str, Blob] = self._writing.result()

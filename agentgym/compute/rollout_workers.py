@@ -101,7 +101,7 @@ class RayEngine:
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
-        """Play the request's samples and return their trajectories, item by item.
+        """Play the request's samples and return their trajectories, item by item, with failed ones.
         progress: called with 1 after each episode.
         Errors: RolloutError if too many episodes failed; WorkersLost.
         """
@@ -249,7 +249,7 @@ class RayEngine:
 
     async def _pick(self) -> Worker:
         """Return the least busy worker; wait if there is none.
-        Errors: the one that ended the replacement of lost workers.
+        Errors: WorkersLost; the error of a replacement that did not start.
         """
         while True:
             if self._failure is not None:
@@ -365,8 +365,8 @@ class RayEngine:
                 return
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
-        """Send weights to these workers, after earlier calls of this method. Result: each worker's
-        error, or None. Errors: RankLost if the sender died.
+        """Send weights to these workers, once earlier calls of this method are done, and set their
+        `version`. Result: each worker's error, or None. Errors: RankLost if the sender died.
         """
         if not workers:
             return []
@@ -422,7 +422,7 @@ class WorkersAttempts:
 
 
 async def _within(reference: Any, seconds: float) -> Any:
-    """Await and return a result. Errors: TimeoutError after `seconds`, with a message."""
+    """Await a result and return it. Errors: TimeoutError, with a message, after `seconds`."""
     try:
         return await asyncio.wait_for(reference, seconds)
     except TimeoutError:

@@ -112,7 +112,7 @@ class Outbox:
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
         """Replace the kept weights; return a broadcast of the new ones that lacks an address.
-        weights: in host memory, and not used elsewhere.
+        weights: in host memory; they are kept and not copied, so do not change them.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         digest, layout = weights_digest(weights), layout_of(weights)

@@ -72,7 +72,7 @@ def kinds_of(kube: Kube) -> list[Kind]:
 
 
 def no_key() -> list[str]:
-    """Return one line if this environment lacks the key that tokens are derived from, else none."""
+    """Return one error line if the variable with the key of all tokens is not set, else none."""
     if os.environ.get(KEY_VARIABLE, "").strip():
         return []
     return [
@@ -90,7 +90,7 @@ def token_of_fleet(name: str) -> str:
 
 
 def give_token(kube: Kube, group: Group, name: str) -> None:
-    """Create the Secret with the fleet's token, which its pods read; the group owns it.
+    """Create the Secret `name` with the fleet's token, which its pods read. The group owns it.
 
     A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
     Secrets, and do nothing else with them.
@@ -307,7 +307,7 @@ def troubles(
     pods: Sequence[Object], events: Iterable[Object] = (), log: Log | None = None
 ) -> list[Trouble]:
     """Return the reason for every pod that is neither ready nor being deleted, final ones first.
-    events: of these pods; log: called for pods that crash.
+    events: of these pods. log: called with the name of a pod that crashes.
     """
     of_pod: defaultdict[str | None, list[Object]] = defaultdict(list)  # by uid
     for event in events:
@@ -321,7 +321,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready. events: the pod's; log: called if it crashes."""
+    """Return why a pod is not ready. events: the pod's. log: called with its name if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":

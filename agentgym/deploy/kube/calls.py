@@ -59,7 +59,7 @@ class NotServed(KubeError):
 
 
 class AlreadyExists(KubeError):
-    """An object of that name exists, which another client made."""
+    """An object of that name exists already."""
 
 
 class FieldConflict(KubeError):
@@ -154,7 +154,7 @@ class Transport:
         **options: Any,
     ) -> bytes:
         """Carry out a verb, repeatedly if that may help, and return the answer's body.
-        within_s: time for all attempts; None: the retries' deadline_s.
+        limiter: delays the first attempt. within_s: for all attempts; None: retries.deadline_s.
         Errors: KubeError; ApiUnreachable once time or attempts are used up.
         """
         if limiter is not None:
@@ -184,7 +184,7 @@ class Transport:
         self, doing: str, *, idle_s: float, **options: Any
     ) -> Iterator[Mapping[str, Any] | None]:
         """Yield events of one connection of a watch; yield None and stop if nothing came for
-        idle_s.
+        idle_s. Also stop if the credentials are refused and `Session.renew` gets new ones.
         Errors: KubeError; ApiUnreachable if the connection is lost.
         """
         from kubernetes.watch import Watch

@@ -85,7 +85,7 @@ def connect(
 ) -> Kube:
     """Return a client of the cluster that kubectl would use, or of the one that this pod runs in.
     No request is sent yet.
-    manager: the name under which server-side apply sets fields.
+    kubeconfig, context: see `Source.find`. manager: name under which server-side apply sets fields.
 
     Errors: ConfigError without the package `kubernetes`, or without credentials.
     """
@@ -162,9 +162,9 @@ class Kube:
             raise
 
     def patch(self, kind: Kind, name: str, changes: Object, *, subresource: str = "") -> Object:
-        """Apply a JSON merge patch and return the object as it is now.
-        With metadata.resourceVersion among the changes, raise Stale if the object was changed
-        since.
+        """Apply a JSON merge patch and return the object as it is now. subresource: patch this part
+        of it, for example `status`.
+        With metadata.resourceVersion in the patch, raise Stale if the object was changed since.
         """
         return self._ask(
             "patch",
