@@ -128,9 +128,11 @@ def plain_logs() -> None:
 
 
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
-    """Pull the data, start the environments and run every wanted step that is not done, in order.
+    """Pull the data, start the environments, run every wanted step that is not done, in order, and
+    end the environments.
 
-    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError.
+    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError;
+    that of the step that failed.
     """
     cfg = run.config()
     plain_logs()

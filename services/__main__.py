@@ -138,7 +138,7 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """Print the API's address with its login, for PREFECT_API_URL. Result: an exit code."""
+    """Print the API's address with its login; return 0. Errors: ConfigError if nothing runs."""
     services = running(state)
     if services is None:
         raise ConfigError("nothing is running; `make up` starts it")
@@ -147,7 +147,7 @@ def print_api(state: Path) -> int:
 
 
 def show_mlflow(state: Path, port: int | None) -> int:
-    """Run MLflow alone, until Ctrl-C. Result: an exit code."""
+    """Print MLflow's address and run it alone until Ctrl-C; return 0. port: as in `up`."""
     from services.mlflow_server import make_app
 
     with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
@@ -174,7 +174,9 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
 
 
 def _stop(state: Path) -> None:
-    """Send SIGTERM to the supervisor, then SIGKILL; its services end too. Errors: RuntimeError."""
+    """End the supervisor, by SIGTERM, else by SIGKILL, and with it the services; remove its record.
+    Errors: RuntimeError if it stays.
+    """
     services = running(state)
     if services is None:
         return

@@ -39,7 +39,7 @@ def client_environment(services: Services) -> dict[str, str]:
 
 def set_up(env: Mapping[str, str]) -> None:
     """Create or update pools, automations and deployments from this project's files, in child
-    processes: Prefect's client would stay in memory.
+    processes: Prefect's client would stay in memory. env: variables to add to theirs.
 
     Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
     """
@@ -129,7 +129,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(
     what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
-    """Yield a line if the two differ; None means absent. switch: the field that turns it on."""
+    """Yield a line about `what` if the two differ. None: absent. switch: field that turns it on."""
     if then == now:
         return
     state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""

@@ -84,7 +84,7 @@ def confine(root: Path) -> None:
 
 
 def check_location(uri: str, root: Path) -> None:
-    """Raise MlflowException (INVALID_PARAMETER_VALUE) unless the URI is below root or PROXIED."""
+    """Raise MlflowException unless `uri`, the location of artifacts, is below root or PROXIED."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
     from mlflow.utils.uri import is_local_uri

@@ -168,7 +168,9 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (name, password) of KubeRay's jobs' user; None without one. Errors: ConfigError."""
+    """Return (name, password) of KubeRay's jobs' user in `environment`; None if neither is set.
+    Errors: ConfigError if one is missing, the password is short, or it is the administrator's name.
+    """
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:
         return None

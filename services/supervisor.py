@@ -57,7 +57,7 @@ OURS = (sys.executable, "-m", "services.supervisor")  # followed by a command of
 
 
 class Undertaker:
-    """Watcher of the store: when a lease's holder is gone, a child closes dead runs in MLflow."""
+    """Watcher of the store that closes dead runs in MLflow, in a child process of its own."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -66,8 +66,8 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child if it is due: after a holder is gone, and again a lease's length later.
-        Errors: OSError, ValueError, RuntimeError (store).
+        """Start the child process if it is due: at the first call, after a lease's holder is gone, and
+        again a lease's length later. Errors: OSError, ValueError, RuntimeError (store).
         """
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
@@ -112,7 +112,7 @@ class Service:
         env: dict[str, str],
         bound: socket.socket | None = None,
     ) -> None:
-        """Describe a service; `keep` starts it. bound: its socket, which `command` names."""
+        """Describe a service; `keep` starts it. bound: socket whose descriptor `command` names."""
         self.name, self._command, self.log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
@@ -157,7 +157,7 @@ class Service:
         return True
 
     def close(self) -> None:
-        """End the service."""
+        """End the process, if any; a later `keep` starts another."""
         self._stack.close()
         self.process = None
 
@@ -356,7 +356,7 @@ def _worker() -> int:
 
 
 def _viewer(descriptor: int) -> int:
-    """Serve the project's `agentgym view` behind our gate, until SIGTERM or its owner ends."""
+    """Serve `agentgym view` behind our gate, on a bound socket, until SIGTERM or its owner ends."""
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOOPBACK, Guard
     from agentgym.viewer.viewer import Viewer
@@ -371,7 +371,7 @@ def _viewer(descriptor: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command of the supervisor or of its children. Result: an exit code."""
+    """Run a command. arguments: its name, then descriptors of sockets. Result: an exit code."""
     command, *descriptors = arguments
     if command == "supervise":
         bound = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]

@@ -34,7 +34,7 @@ def retried(
     delays_s: Sequence[float] = (2,),
     timeout_s: float | None = None,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Return a task decorator. delays_s: before each retry. timeout_s: limit of each attempt."""
+    """Return a task decorator. delays_s: one for each retry. timeout_s: limit of each attempt."""
     return task(
         name=name,
         task_run_name=run_name,

@@ -70,7 +70,7 @@ class Cluster:
     def __init__(
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
-        """Start the actors. folder: the local cluster's, which only this user can read; or None."""
+        """Start the actors in a placement group. folder: a local cluster's, mode 0700, or None."""
         self._cfg, self._group, self._folder = cfg, group, folder
         self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))

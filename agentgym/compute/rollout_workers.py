@@ -218,7 +218,7 @@ class RayEngine:
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
         """Play one episode on the least busy worker; if that is lost, again on another.
-        Result: see `RolloutWorker.play`. Errors: WorkersLost; those of the worker.
+        Arguments and result: see `RolloutWorker.play`. Errors: WorkersLost; those of the worker.
         """
         while True:
             worker = await self._pick()

@@ -154,7 +154,7 @@ async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look
 
 
 def _check_deadline(name: str, look: Look, waited_s: float, cfg: RunConfig) -> None:
-    """Raise TimeoutError if the job exceeds the deadline of its phase."""
+    """Raise TimeoutError if waited_s, the job's time in its phase, exceeds the phase's limit."""
     setting, limit_s = {
         Phase.QUEUED: ("kuberay.queue_timeout_s", cfg.kuberay.queue_timeout_s),
         Phase.WAITING: ("ray.placement_timeout_s", cfg.ray.placement_timeout_s),

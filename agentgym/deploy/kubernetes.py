@@ -143,7 +143,7 @@ def missing(kube: Kube, cfg: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
-    """Yield endpoints of servers by environment, on the cluster and ready for sessions.
+    """Yield endpoints of these environments' servers by name, on the cluster, ready for sessions.
 
     Kept fleets are used and stay; with `env.keep` a missing one is started. For the other
     environments, and for all with `expert`, a group comes up under the run's name. It is taken down

@@ -85,7 +85,7 @@ class Retries:
     longest_s: float = 10.0  # a server's Retry-After is honored up to three times this
 
     def wait_s(self, attempt: int, retry_after_s: float, draw: float) -> float:
-        """Return the seconds to wait after attempt number `attempt` (from 0).
+        """Return the seconds to wait after attempt number `attempt` (from 0) with this Retry-After.
         draw: uniform in [0, 1), so that clients refused together do not return together.
         """
         backoff_s = min(self.first_s * 2.0 ** min(attempt, 20), self.longest_s) * (0.5 + 0.5 * draw)
@@ -217,7 +217,7 @@ class Transport:
     def _attempt(
         self, client: Any, verb: str, doing: str, timeout_s: float, options: Mapping[str, Any]
     ) -> bytes:
-        """Send one request and return the answer's body. Errors: KubeError."""
+        """Send one request; return the answer's body, whole within timeout_s. Errors: KubeError."""
         end = self.clock() + timeout_s
         pieces: list[bytes] = []
         with (
