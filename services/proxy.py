@@ -80,7 +80,7 @@ class Gate:
         return None
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Return a `receive` that puts the gate's login into the first WebSocket message."""
+        """Return a `receive` that replaces the first WebSocket message by one with our login."""
         is_first = True
 
         async def completed() -> Message:

@@ -57,7 +57,7 @@ OURS = (sys.executable, "-m", "services.supervisor")  # followed by a command of
 
 
 class Undertaker:
-    """Watcher of the store that closes dead runs in MLflow, in a child process of its own."""
+    """Watcher of the store. It lets a child process close MLflow runs whose own process is gone."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -66,8 +66,8 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child process if it is due: at the first call, after a lease's holder is gone, and
-        again a lease's length later. Errors: OSError, ValueError, RuntimeError (store).
+        """Start the child process if it is due: at the first call, when a holder is gone, and a
+        lease's length after that. Errors: OSError, ValueError, RuntimeError (store).
         """
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:

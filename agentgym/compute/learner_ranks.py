@@ -92,7 +92,7 @@ class LearnerRank:
         return _on_host(result) if self._rank == 0 else None
 
     def snapshot(self, with_optimizer: bool) -> int:
-        """Keep a copy of this rank's part for `begin_writing`, as all ranks must. Result: bytes."""
+        """Copy this rank's part for `begin_writing`, as all ranks must. Result: size in bytes."""
         self._snapshot = self._learner.snapshot(with_optimizer)
         return int(self._snapshot.size)
 

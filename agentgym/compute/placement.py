@@ -103,7 +103,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """Play each of the first `validation.num_items` items once. Return trajectories, in order."""
+    """Play each of the first `validation.num_items` items once; return trajectories in order."""
     settings = cfg.validation
     request = RolloutRequest(
         items[: settings.num_items],

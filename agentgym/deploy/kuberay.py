@@ -129,7 +129,7 @@ class KubeRay:
         return self._kube.log(newest["metadata"]["name"], lines=TAIL_LINES).splitlines()
 
     def stop(self, name: str) -> None:
-        """Delete the job with all that it owns, and wait until both are gone.
+        """Delete the job with all that it owns, and wait until all of it is gone.
         Errors: TimeoutError after STOP_TIMEOUT_S; KubeError.
         """
         self._kube.delete(RAY_JOB, name, propagation="Foreground")

@@ -70,7 +70,7 @@ class Plan:
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
-    """Return the fleet that this run needs of one environment. expert: its servers have experts.
+    """Return the fleet that this run needs of one environment. expert: its servers offer experts.
     Errors: ConfigError with `env.replicas` auto if the capacity of a server was not measured.
     """
     replicas = (
@@ -143,7 +143,7 @@ def missing(kube: Kube, cfg: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
-    """Yield endpoints of these environments' servers by name, on the cluster, ready for sessions.
+    """Yield endpoints, by environment, of servers on the cluster that are ready for sessions.
 
     Kept fleets are used and stay; with `env.keep` a missing one is started. For the other
     environments, and for all with `expert`, a group comes up under the run's name. It is taken down
@@ -228,8 +228,8 @@ def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[By
 
 
 def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Plan:
-    """Plan the fleet of this environment that outlives runs. Its name has a digest of its objects
-    without their number, so that other options, or another image, make another fleet.
+    """Plan the fleet of this environment that outlives runs. Its name contains a digest of its
+    objects without the number of servers: other options, or another image, make another fleet.
     """
     fleet = fleet_of(cfg, env, "keep", expert=False)
     same = Fleet(env.name, "keep", 1, fleet.arguments)

@@ -124,7 +124,7 @@ def rendered_fleet(
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
     """Return the objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
-    component autoscale, HorizontalPodAutoscaler; overlay, components, manifests as in `rendered`.
+    component autoscale, HorizontalPodAutoscaler. overlay, components, manifests: see `rendered`.
 
     Objects that a namespace has once (policies, roles, quota) are not included.
     Errors: ConfigError as `rendered`, for a name that Kubernetes would refuse, and for an

@@ -72,7 +72,7 @@ def kinds_of(kube: Kube) -> list[Kind]:
 
 
 def no_key() -> list[str]:
-    """Return one error line if the variable with the key of all tokens is not set, else none."""
+    """Return one error line if KEY_VARIABLE, the key of all tokens, is not set; else none."""
     if os.environ.get(KEY_VARIABLE, "").strip():
         return []
     return [
