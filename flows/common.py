@@ -86,7 +86,7 @@ def run_name() -> str:
 
 def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
     """Take down the fleets and jobs on Kubernetes of a cancelled flow run, in case its process was
-    killed before it could. A hook of the flows.
+    killed before it could. Prefect calls this.
     """
     cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
     try:

@@ -47,7 +47,7 @@ STOP_TIMEOUT_S = 60.0
 def up(state: Path, ports: Mapping[str, int | None]) -> int:
     """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
 
-    ports: of the services in PORTS; None: the usual one if it is free, else any.
+    ports: by service, see PORTS. None: the usual one if it is free, else any.
     Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
     """
     with _alone(state):

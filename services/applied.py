@@ -153,7 +153,7 @@ def _without_ids(value: Any) -> Any:
     """Return a copy of a JSON value without the keys `id`, at any depth, and with lists of strings
     sorted.
 
-    A recreated rule gets other ids; such lists are sets, which the server gives in any order.
+    A recreated rule gets other ids, and the server gives such lists in any order.
     """
     if isinstance(value, dict):
         return {key: _without_ids(item) for key, item in value.items() if key != "id"}

@@ -196,7 +196,9 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 
 def set_up() -> int:
-    """Wait for the server; install pool, rules, deployments. Errors: ConfigError, RuntimeError."""
+    """Wait for Prefect's server, then install pool, rules and deployments there; return 0.
+    Errors: ConfigError without a login or an image; RuntimeError.
+    """
     _login(CLIENT_LOGIN, os.environ)
     image = os.environ.get(IMAGE, "")
     if not image:

@@ -139,8 +139,8 @@ def lock_first() -> None:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Return Prefect's server behind our gate. login: `user:password`, as in Prefect's settings; it
-    still checks that itself, for the WebSockets.
+    """Return Prefect's server behind our gate. login: `user:password`, which Prefect must have as
+    its own, too: it checks the WebSockets.
     """
     from prefect.server.api.server import create_app
 

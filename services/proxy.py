@@ -33,10 +33,9 @@ _HOW = (
 class Gate:
     """ASGI app that forwards its owner's requests to `app` and refuses all others.
 
-    login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
-    that a server is there;
-    sockets: True if there are WebSockets, which then authenticate by their first message, as
-    Prefect's do.
+    login: `user:password`. open_paths: paths that anyone may GET, because they show no more than
+    that a server is there. sockets: True if there are WebSockets, which then authenticate by their
+    first message, as Prefect's do.
     """
 
     def __init__(

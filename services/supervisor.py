@@ -122,8 +122,8 @@ class Service:
 
     def keep(self) -> bool:
         """Start the service if it is down and its pause is over; give it up after MAX_RESTARTS.
-
-        Clean up after an ended process; a later call starts it again. Result: True if it changed.
+        The call that finds an ended process only cleans up; a later one starts it again.
+        Result: True if anything changed.
         """
         if self.process is not None and self.process.poll() is None:
             return False
@@ -174,7 +174,7 @@ def server_environment(address: str, login: str) -> dict[str, str]:
 def _parts(
     state: Path, me: Services, env: dict[str, str], sockets: Mapping[str, socket.socket]
 ) -> dict[str, Service]:
-    """Return the services, none of them started; env: of the Prefect server and its clients."""
+    """Return the services by name, not started yet. env: of the Prefect server and its clients."""
     prefect_env = {
         **server_environment(me.prefect, me.login),
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
@@ -216,7 +216,7 @@ def _engine(state: Path) -> dict[str, Service]:
 
 
 def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
-    """Run the services, on bound sockets by name, until SIGTERM. Result: an exit code."""
+    """Run the services, on bound sockets by name, and set Prefect up, until SIGTERM; return 0."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:

@@ -36,7 +36,7 @@ SENDING = "send"  # concurrency group of a rank: its calls do not wait for the r
 
 @dataclass(frozen=True)
 class InObjectStore:
-    """A `Delivery` through Ray's object store, and its own `Sender`; each node fetches it once."""
+    """Weights in Ray's object store: `Delivery` and `Sender` in one. Each node fetches them once."""
 
     reference: Any  # of a safetensors file
     digest: str

@@ -19,7 +19,7 @@ from agentgym.store.keys import object_name
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
-STATE = Path(".agentgym")  # state folder of a job whose machine does not have ours
+STATE = Path(".agentgym")  # state folder of a job on a machine without our paths
 STOP_GRACE_S = 20  # whole seconds a job has to end cleanly
 VARIABLES = {  # of a job's processes
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -82,9 +82,7 @@ class Transport(Protocol):
         ...
 
     def submit(self, job: Job, name: str) -> None:
-        """Start the job under this name, unless one of that name exists.
-        Errors: RayJobFailed, ConfigError.
-        """
+        """Start the job as `name`, unless that exists. Errors: RayJobFailed, ConfigError."""
         ...
 
     def look(self, name: str) -> Look | None:

@@ -38,8 +38,8 @@ BAD_INPUT = 2  # exit code of a step whose input is bad: no retry helps
 
 
 def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key: str) -> Manifest:
-    """Run the step as a job and return its final manifest. run_key: digest of the run; key: the
-    step's, which the job must compute, too.
+    """Run the step as a job and return its final manifest.
+    run_key: digest of the run. key: the step's, which the job must compute, too.
 
     With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on its own cluster.
     If a job of this run and step has not ended, because the process that followed it died, follow
@@ -98,8 +98,7 @@ def _follow_or_stop(
     """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
     its log).
 
-    An exception is raised again and, if it is not RayUnreachable, stops the job. The loss of the
-    job's cluster stops the job, too.
+    Raise any exception again. All but RayUnreachable, and the loss of its cluster, stop the job.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))

@@ -70,7 +70,7 @@ class Plan:
 
 
 def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet:
-    """Return the fleet that this run needs of one environment. expert: its servers offer experts.
+    """Return the fleet that this run needs of one environment. expert: its servers have experts.
     Errors: ConfigError with `env.replicas` auto if the capacity of a server was not measured.
     """
     replicas = (
@@ -114,8 +114,7 @@ def of_fleets(cfg: RunConfig) -> list[EnvConfig]:
 
 
 def check_fleets(cfg: RunConfig) -> None:
-    """Check, before a run begins, that its fleets, if any, can come up. Also log a warning about
-    servers that dead runs left.
+    """Check, before a run begins, that its fleets can come up. Log the servers of dead runs.
     Errors: ConfigError with a line for each obstacle; KubeError if the cluster does not answer.
     """
     envs = of_fleets(cfg)

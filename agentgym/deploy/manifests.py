@@ -230,8 +230,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
 
 def _lay_out(manifests: Path, workdir: Path) -> None:
     """Link the manifests' folders into workdir, because kustomize takes only relative paths.
-    If they lack IMAGES_FILE and this pod has images at IMAGES, copy the folders instead, and write
-    IMAGES_FILE into the copy.
+    If they lack IMAGES_FILE and this pod has images at IMAGES, copy them and add IMAGES_FILE.
     """
     image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
     if not image_files or (manifests / IMAGES_FILE).exists():

@@ -117,7 +117,7 @@ def give_token(kube: Kube, group: Group, name: str) -> None:
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
     """Create a Secret with a token for every Deployment, then apply all objects. The group's lease
-    owns them; equal ones stay unchanged.
+    owns them. To apply an object that is equal on the cluster changes nothing.
     Errors: ConfigError, KubeError.
     """
     for obj in objects:

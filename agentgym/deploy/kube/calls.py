@@ -118,8 +118,8 @@ class RateLimiter:
 class Transport:
     """Sender of requests; threads may share it.
 
-    Arguments of its methods: verb, a method of the package's dynamic client; options, what that
-    method gets; doing, the text for messages, for example `apply of Deployment env-babyai`.
+    Arguments of its methods: `verb` is a method of the package's dynamic client, `options` are that
+    method's arguments, `doing` is a text for messages, as `apply of Deployment env-babyai`.
     """
 
     def __init__(

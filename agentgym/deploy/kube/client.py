@@ -100,7 +100,7 @@ def connect(
 
 @dataclass(eq=False)
 class Kube:
-    """Client of one cluster and a namespace in it; a manifest's own namespace overrides that one.
+    """Client of one cluster and a namespace in it. A manifest's own namespace takes precedence.
     Threads may share it.
 
     Every method raises KubeError (see calls.py) with a sentence that names the remedy, and
@@ -118,7 +118,7 @@ class Kube:
         self.transport.session.close()
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
-        """Apply the object on the server side and return it as it is now; idempotent.
+        """Apply the object on the server side and return it as it is now. Idempotent.
         dry_run: validate and change nothing. force: take over fields of other managers.
         Errors: FieldConflict if another manager owns a field, unless forced.
         """
