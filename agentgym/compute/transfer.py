@@ -36,7 +36,7 @@ SENDING = "send"  # concurrency group of a rank: its calls do not wait for the r
 
 @dataclass(frozen=True)
 class InObjectStore:
-    """Weights in Ray's object store: `Delivery` and `Sender` in one. Each node fetches them once."""
+    """Weights in Ray's object store, `Delivery` and `Sender` in one. A node fetches them once."""
 
     reference: Any  # of a safetensors file
     digest: str

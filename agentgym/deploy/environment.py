@@ -153,7 +153,7 @@ def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
 
 
 def end_all(state: Path) -> list[KeptServer]:
-    """End all kept servers of this state folder, remove their records and return the live ones."""
+    """End all kept servers of this state folder, remove their records, return those that ran."""
     ended = []
     for file in sorted((state / "environments").glob("*.json")):
         server = _read(file)

@@ -37,7 +37,7 @@ class IdentitiesUnknown(RuntimeError):
 @contextmanager
 def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[Endpoint]]:
     """Start one server on a free loopback port, yield its endpoint in a list once it is ready for
-    sessions, and end it on exit. Its output is appended to log_path. expert: it offers POST /expert.
+    sessions, and end it on exit. Its output is appended to log_path. expert: it has POST /expert.
 
     The server requires a token of its own, made here and passed in its environment, where only this
     user can read it.
