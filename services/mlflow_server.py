@@ -25,8 +25,9 @@ _SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
-    """Create database and artifact folder in `state`; return MLflow's app behind a gate. Call it
-    before anything imports `mlflow.server`, which reads the variables set here.
+    """Create database and artifact folder in `state`, confine MLflow to that folder, and return its
+    app behind a gate. login: `user:password`. Call it before anything imports `mlflow.server`,
+    which reads the environment variables that are set here.
     """
     database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
     artifacts = (state / "mlflow-artifacts").resolve()

@@ -49,7 +49,7 @@ def end_cancelled(api: str, login: str, kube: Kube) -> None:
 
     A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
     started has no process to end it, and Prefect's worker leaves it alone.
-    api: `http://host:port/api`; login: `user:password`.
+    api: `http://host:port/api`. login: `user:password`.
     Errors: OSError (urllib's among them), ValueError, KubeError.
     """
     jobs: dict[str, list[str]] = defaultdict(list)

@@ -85,7 +85,7 @@ class Undertaker:
             self._child = subprocess.Popen([*OURS, "close-dead"], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process, if any, and wait for its end."""
         if self._child is not None:
             self._child.terminate()
             self._child.wait()
@@ -102,7 +102,7 @@ def _close_dead() -> int:
 
 
 class Service:
-    """A child process that is restarted when it ends, until it has ended too often."""
+    """A child process that calls of `keep` restart when it ends, until it has ended too often."""
 
     def __init__(
         self,

@@ -191,7 +191,7 @@ class RanksSnapshot:
 
 
 class RayLearner:
-    """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks.
+    """A `Learner` spread over ranks. Every call is one call of all ranks; an error ends them all.
     Errors of every call: RankLost; a rank's EngineMismatch, FloatingPointError or ValueError.
     """
 

@@ -260,8 +260,8 @@ class RayEngine:
             await self._changed.wait()  # no deadline: `_bring_up` has one
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """Return the worker's answer. None: the worker died or is silent; it then counts as lost,
-        a replacement starts, and its later answers are ignored. Errors: those of the method.
+        """Return the worker's answer. None: it died or is silent. Then it counts as lost, later
+        answers are ignored and, within `ray.max_lost_workers`, it is replaced. Errors: the method's.
         """
         import ray
 

@@ -104,7 +104,7 @@ class Outbox:
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         """Begin without weights. device: the rank's. folder: one that all receivers see, to meet in
-        a file in it; None: they meet at a port of this node.
+        a file in it. None: they meet at a port of this node.
         """
         self._device, self._folder = device, folder
         self._open: dict[int, Any] = {}  # rendezvous stores by port
@@ -121,7 +121,7 @@ class Outbox:
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
-        """Open a rendezvous of `size` processes, with this one; return the broadcast with it."""
+        """Open a rendezvous of `size` processes, this one included; return the template with it."""
         if self._folder is not None:
             path = self._folder / f"weights-{secrets.token_hex(8)}"
             return replace(template, size=size, path=str(path))

@@ -72,7 +72,7 @@ class Job:
 
 
 class Transport(Protocol):
-    """A way to run jobs. Methods raise OSError or RuntimeError if the cluster does not answer."""
+    """Protocol of a way to run jobs. OSError, RuntimeError: the cluster does not answer."""
 
     place: str  # shown in messages
     gone_means: str  # why a job that existed may be unknown now, for a message

@@ -98,7 +98,7 @@ def _follow_or_stop(
     """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
     its log).
 
-    Raise any exception again. All but RayUnreachable, and the loss of its cluster, stop the job.
+    Exceptions are raised again. All but RayUnreachable, and the loss of its cluster, stop the job.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))

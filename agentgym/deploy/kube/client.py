@@ -103,7 +103,7 @@ class Kube:
     """Client of one cluster and a namespace in it. A manifest's own namespace takes precedence.
     Threads may share it.
 
-    Every method raises KubeError (see calls.py) with a sentence that names the remedy, and
+    Every method may raise KubeError (see calls.py) with a sentence that names the remedy, and
     ApiUnreachable once the deadline has passed.
     """
 
@@ -135,8 +135,8 @@ class Kube:
         )
 
     def create(self, wanted: Object) -> Object:
-        """Create the object and return it. If the answer is lost, the object is recognized by a key
-        of this call.
+        """Create the object and return it. If the answer is lost, the object is recognized by this
+        call's key, which is added to its annotations.
 
         Errors: AlreadyExists if another client created one of that name, or if this account may not
         read it.
@@ -219,7 +219,7 @@ class Kube:
         propagation: Propagation = "Background",
         grace_s: int | None = None,
     ) -> bool:
-        """Delete the object. Return False if there was none.
+        """Delete the object, which may last longer than the call. Return False if there was none.
         uid: delete only the object with this uid; raise Stale for another one of that name.
         grace_s: seconds that a pod has instead of its own grace period.
         """
