@@ -260,8 +260,9 @@ class RayEngine:
             await self._changed.wait()  # no deadline: `_bring_up` has one
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """Return the worker's answer. None: it died or is silent. Then it counts as lost, later
-        answers are ignored and, within `ray.max_lost_workers`, it is replaced. Errors: the method's.
+        """Return the worker's answer; None if it died or is silent. Then it counts as lost: later
+        answers are ignored and, within `ray.max_lost_workers`, it is replaced.
+        Errors: those of the called method.
         """
         import ray
 
