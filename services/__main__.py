@@ -45,7 +45,7 @@ STOP_TIMEOUT_S = 60.0
 
 
 def up(state: Path, ports: Mapping[str, int | None]) -> int:
-    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
+    """Start the services or apply prefect.yaml to live ones; print addresses. Result: see `status`.
 
     ports: by service, see PORTS. None: the usual one if it is free, else any.
     Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
@@ -91,7 +91,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
 
 
 def down(state: Path) -> int:
-    """End everything that `up` started, if anything runs. Result: an exit code."""
+    """End everything that `up` started, if it runs; return 0. Errors: RuntimeError if it stays."""
     with _alone(state):
         services = running(state)
         if services is None:

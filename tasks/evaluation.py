@@ -26,7 +26,7 @@ class EvaluationInvalid(RuntimeError):
 def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
     """Evaluate a policy and return a summary. Also create a table of its numbers in Prefect; an
     error of that is only logged.
-    Errors: EvaluationInvalid; ConfigError before anything starts.
+    Errors: EvaluationInvalid; ConfigError before anything starts; LeaseHeld.
     """
     with progress_artifact("evaluation", progress) as shown:
         evaluated = evaluate_policy(cfg, request, shown)

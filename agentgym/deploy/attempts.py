@@ -37,7 +37,7 @@ class RayJobFailed(RuntimeError):
 
 
 class Phase(enum.Enum):
-    """Phase of a job; each but the last has a deadline of its own."""
+    """Phase of a job. Each but ENDED has a deadline of its own."""
 
     QUEUED = "queued"  # held back by a queue of the cluster
     WAITING = "waiting"  # for resources, and for its process to start

@@ -55,7 +55,7 @@ class KubeRay:
     @classmethod
     def connect(cls, cfg: RunConfig) -> Self:
         """Connect to the Kubernetes cluster, and check that it knows RayJobs.
-        Errors: ConfigError without an image or credentials, or without KubeRay; RayUnreachable.
+        Errors: ConfigError without an image, credentials or KubeRay; RayUnreachable; KubeError.
         """
         image = image_of(os.environ)
         kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)

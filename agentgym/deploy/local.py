@@ -31,7 +31,7 @@ IDENTITIES_TIMEOUT_S = 600.0  # a thousand worlds of BabyAI take 1 to 7 s
 
 
 class IdentitiesUnknown(RuntimeError):
-    """This machine cannot determine which tasks are equal; the message gives the reason."""
+    """This machine cannot determine which tasks are equal. The message gives the reason."""
 
 
 @contextmanager

@@ -53,7 +53,7 @@ Log = Callable[[str], str]  # pod -> the last lines of its previous container
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready, or were not gone, in time; the message gives pods and reasons."""
+    """Servers did not get ready, or did not end, in time. The message gives pods and reasons."""
 
 
 class FleetTripped(RuntimeError):

@@ -36,8 +36,8 @@ ASK_S = 5.0
 
 class Upkeep:
     """Background thread that renews a group's lease and writes its servers' addresses to listings.
-    If the lease is lost or there are too many pods, it writes the reason there and ends; other
-    errors are only logged.
+    If the lease is lost or there are too many pods, it writes the reason there and ends. After
+    other errors of the cluster, which are only logged, it tries again.
     """
 
     def __init__(
