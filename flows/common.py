@@ -86,7 +86,7 @@ def run_name() -> str:
 
 def fleets_down(flow: Any, flow_run: Any, state: Any) -> None:
     """Take down the fleets and jobs on Kubernetes of a cancelled flow run, in case its process was
-    killed before it could. A hook of the flows.
+    killed before it could. Prefect calls this.
     """
     cfg = RunRequest.model_validate(flow_run.parameters.get("run") or {}).config()
     try:
@@ -128,9 +128,11 @@ def plain_logs() -> None:
 
 
 def run_steps(run: RunRequest, wanted: Wanted) -> dict[str, str]:
-    """Pull the data, start the environments and run every wanted step that is not done, in order.
+    """Pull the data, start the environments, run every wanted step that is not done, in order, and
+    end the environments.
 
-    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError.
+    Result: step -> outcome as text. A killed run resumes from its last commit. Errors: ConfigError;
+    that of the step that failed.
     """
     cfg = run.config()
     plain_logs()

@@ -79,7 +79,9 @@ def _folder(out: str, cells: Sequence[Cell]) -> Path:
 
 
 def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) -> list[str]:
-    """Run cells, at most `parallel` at a time. Result: an error text for each cell that failed."""
+    """Run cells, at most `parallel` at a time. Result: an error text for each cell that failed.
+    wait_s: how long a cell waits for work that another process does.
+    """
     bars.start("cells", len(cells))
     stop, failed = threading.Event(), []
     running: dict[PrefectFuture[Any], tuple[Cell, float]] = {}

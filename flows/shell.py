@@ -48,8 +48,8 @@ OURS = ("agentgym", "services", "tasks")  # packages with warnings on the termin
 
 
 def main(module: str, flow: Any, wanted: Wanted, argv: list[str] | None = None) -> int:
-    """Run the command line of a flow. Exit code: 0 done, 1 failed, 2 bad input (nothing was
-    started), 130 interrupted (state is resumable).
+    """Run the command line `python -m MODULE` of a flow of the wanted steps. Exit code: 0 done,
+    1 failed, 2 bad input (nothing was started), 130 interrupted (state is resumable).
     """
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=flow.description)
     add_run(parser)
@@ -91,7 +91,9 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
 
 @contextlib.contextmanager
 def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
-    """Quiet the terminal and run a Prefect server for the block. Errors: StoreFull (full disk)."""
+    """Quiet the terminal and provide a Prefect server for the block, see `prefect_api`.
+    Errors: StoreFull if the disk of state_dir is full.
+    """
     _quieten_console()
     with full_disk_told(state_dir), contextlib.ExitStack() as stack:
         with console.status("starting a Prefect server"):

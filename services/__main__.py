@@ -45,9 +45,9 @@ STOP_TIMEOUT_S = 60.0
 
 
 def up(state: Path, ports: Mapping[str, int | None]) -> int:
-    """Start the services or apply prefect.yaml to live ones; print addresses. Result: exit code.
+    """Start the services or apply prefect.yaml to live ones; print addresses. Result: see `status`.
 
-    ports: of the services in PORTS; None: the usual one if it is free, else any.
+    ports: by service, see PORTS. None: the usual one if it is free, else any.
     Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
     """
     with _alone(state):
@@ -91,7 +91,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
 
 
 def down(state: Path) -> int:
-    """End everything that `up` started, if anything runs. Result: an exit code."""
+    """End everything that `up` started, if it runs; return 0. Errors: RuntimeError if it stays."""
     with _alone(state):
         services = running(state)
         if services is None:
@@ -138,7 +138,7 @@ def _describe(services: Services) -> int:
 
 
 def print_api(state: Path) -> int:
-    """Print the API's address with its login, for PREFECT_API_URL. Result: an exit code."""
+    """Print the API's address with its login; return 0. Errors: ConfigError if nothing runs."""
     services = running(state)
     if services is None:
         raise ConfigError("nothing is running; `make up` starts it")
@@ -147,7 +147,7 @@ def print_api(state: Path) -> int:
 
 
 def show_mlflow(state: Path, port: int | None) -> int:
-    """Run MLflow alone, until Ctrl-C. Result: an exit code."""
+    """Print MLflow's address and run it alone until Ctrl-C; return 0. port: as in `up`."""
     from services.mlflow_server import make_app
 
     with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
@@ -174,7 +174,9 @@ def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Pop
 
 
 def _stop(state: Path) -> None:
-    """Send SIGTERM to the supervisor, then SIGKILL; its services end too. Errors: RuntimeError."""
+    """End the supervisor, by SIGTERM, else by SIGKILL, and with it the services; remove its record.
+    Errors: RuntimeError if it stays.
+    """
     services = running(state)
     if services is None:
         return

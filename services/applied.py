@@ -39,7 +39,7 @@ def client_environment(services: Services) -> dict[str, str]:
 
 def set_up(env: Mapping[str, str]) -> None:
     """Create or update pools, automations and deployments from this project's files, in child
-    processes: Prefect's client would stay in memory.
+    processes: Prefect's client would stay in memory. env: variables to add to theirs.
 
     Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
     """
@@ -129,7 +129,7 @@ def definition(automation: Mapping[str, Any]) -> dict[str, Any]:
 def _differing(
     what: str, then: Mapping[str, Any] | None, now: Mapping[str, Any] | None, switch: str = ""
 ) -> Iterator[str]:
-    """Yield a line if the two differ; None means absent. switch: the field that turns it on."""
+    """Yield a line about `what` if the two differ. None: absent. switch: field that turns it on."""
     if then == now:
         return
     state = f", {'on' if (now or {})[switch] else 'off'}" if switch and now else ""
@@ -153,7 +153,7 @@ def _without_ids(value: Any) -> Any:
     """Return a copy of a JSON value without the keys `id`, at any depth, and with lists of strings
     sorted.
 
-    A recreated rule gets other ids; such lists are sets, which the server gives in any order.
+    A recreated rule gets other ids, and the server gives such lists in any order.
     """
     if isinstance(value, dict):
         return {key: _without_ids(item) for key, item in value.items() if key != "id"}

@@ -25,8 +25,9 @@ _SCHEMES = ("runs", "models", "mlflow-artifacts")
 
 
 def make_app(state: Path, login: str) -> ASGIApp:
-    """Create database and artifact folder in `state`; return MLflow's app behind a gate. Call it
-    before anything imports `mlflow.server`, which reads the variables set here.
+    """Create database and artifact folder in `state`, confine MLflow to that folder, and return its
+    app behind a gate. login: `user:password`. Call it before anything imports `mlflow.server`,
+    which reads the environment variables that are set here.
     """
     database = f"sqlite:///{(state / 'mlflow.db').resolve()}"
     artifacts = (state / "mlflow-artifacts").resolve()
@@ -84,7 +85,7 @@ def confine(root: Path) -> None:
 
 
 def check_location(uri: str, root: Path) -> None:
-    """Raise MlflowException (INVALID_PARAMETER_VALUE) unless the URI is below root or PROXIED."""
+    """Raise MlflowException unless `uri`, the location of artifacts, is below root or PROXIED."""
     from mlflow.exceptions import MlflowException
     from mlflow.utils.file_utils import local_file_uri_to_path
     from mlflow.utils.uri import is_local_uri

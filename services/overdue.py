@@ -36,7 +36,7 @@ def bring_back(
     """Reschedule every deployed flow run that has been crashed for overdue_s; after max_attempts,
     mark it as failed instead.
 
-    api: `http://host:port/api`; login: `user:password`. Result: the ids of these runs.
+    api: `http://host:port/api`. login: `user:password`. Result: the ids of these runs.
     Errors: OSError (urllib's among them), ValueError.
     """
     crashed = {"state": {"type": {"any_": ["CRASHED"]}}, "deployment_id": {"is_null_": False}}

@@ -49,7 +49,7 @@ def end_cancelled(api: str, login: str, kube: Kube) -> None:
 
     A run's own process ends the run, but nothing then deletes its Job. A run whose pod never
     started has no process to end it, and Prefect's worker leaves it alone.
-    api: `http://host:port/api`; login: `user:password`.
+    api: `http://host:port/api`. login: `user:password`.
     Errors: OSError (urllib's among them), ValueError, KubeError.
     """
     jobs: dict[str, list[str]] = defaultdict(list)
@@ -168,7 +168,9 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (name, password) of KubeRay's jobs' user; None without one. Errors: ConfigError."""
+    """Return (name, password) of KubeRay's jobs' user in `environment`; None if neither is set.
+    Errors: ConfigError if one is missing, the password is short, or it is the administrator's name.
+    """
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:
         return None
@@ -194,7 +196,9 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 
 def set_up() -> int:
-    """Wait for the server; install pool, rules, deployments. Errors: ConfigError, RuntimeError."""
+    """Wait for Prefect's server, then install pool, rules and deployments there; return 0.
+    Errors: ConfigError without a login or an image; RuntimeError.
+    """
     _login(CLIENT_LOGIN, os.environ)
     image = os.environ.get(IMAGE, "")
     if not image:

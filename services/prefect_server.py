@@ -42,7 +42,7 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
     The server is the configured one if PREFECT_API_URL names one, that of `make up` while it runs,
     else a new one on a free loopback port, whose login only this process and its children know.
 
-    Errors: RuntimeError with the end of the server's log.
+    Errors: RuntimeError with the end of the new server's log, which is in `logs` of state_dir.
     """
     # prefect.toml may name the server of a `make up` that was killed since
     configured = (
@@ -139,7 +139,9 @@ def lock_first() -> None:
 
 
 def make_app(login: str) -> ASGIApp:
-    """Return Prefect's server behind our gate; its own login stays, for the WebSockets."""
+    """Return Prefect's server behind our gate. login: `user:password`, which Prefect must have as
+    its own, too: it checks the WebSockets.
+    """
     from prefect.server.api.server import create_app
 
     app = create_app()

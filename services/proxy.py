@@ -1,4 +1,4 @@
-"""Gate before the Prefect server and MLflow, which admits only this project's owner.
+"""Gate before the Prefect server, MLflow and the viewer: it admits only this project's owner.
 
 A browser keeps the HTTP login for this address and port alone; a cookie would go to every port of
 the machine, including other users' servers.
@@ -33,10 +33,9 @@ _HOW = (
 class Gate:
     """ASGI app that forwards its owner's requests to `app` and refuses all others.
 
-    login: `user:password`; open_paths: paths that anyone may GET, because they show no more than
-    that a server is there;
-    sockets: True if there are WebSockets, which then authenticate by their first message, as
-    Prefect's do.
+    login: `user:password`. open_paths: paths that anyone may GET, because they show no more than
+    that a server is there. sockets: True if there are WebSockets, which then authenticate by their
+    first message, as Prefect's do.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Gate:
         return None
 
     def _with_token(self, receive: Receive) -> Receive:
-        """Return a `receive` that replaces the first WebSocket message by the login of the gate."""
+        """Return a `receive` that replaces the first WebSocket message by one with our login."""
         is_first = True
 
         async def completed() -> Message:
@@ -122,7 +121,9 @@ def serve(app: ASGIApp, bound: socket.socket, *, owned: bool = True) -> None:
 
 
 def listening(app: ASGIApp) -> uvicorn.Config:
-    """Return uvicorn's settings for `app`, bodies of any size; raise the limit of open files."""
+    """Return uvicorn's settings for `app`, with request bodies of any size.
+    Also raise this process's limit of open files.
+    """
     from envs.connection import bounded
 
     return bounded(app, any_body=True, lifespan="on", server_header=False)

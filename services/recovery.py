@@ -36,8 +36,9 @@ _ENDED = ("Completed", "Failed", "Cancelled", "Crashed")
 
 
 def automations(max_attempts: int = MAX_ATTEMPTS) -> list[Automation]:
-    """Return the rules that reschedule lost runs, or mark them as failed after too many attempts.
-    They cover runs of deployments only: a run from a terminal is its user's to restart.
+    """Return the rules that mark lost runs as crashed, reschedule crashed ones and, after too many
+    attempts, mark them as failed. They cover runs of deployments only: a run from a terminal is its
+    user's to restart.
     """
     attempts = [str(count) for count in range(max_attempts)]
     retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
@@ -137,7 +138,10 @@ def _trigger(
     threshold: int = 1,
     within_s: int = 0,
 ) -> EventTrigger:
-    """Return a trigger on a deployed run's events; with `after`, on their absence."""
+    """Return a trigger that fires once a deployed run had `threshold` of the events `expect` within
+    within_s or, with `after`, if none of them follows an event of `after` in that time.
+    run_counts: count only events of these attempts, as texts; empty: of all.
+    """
     match: dict[str, str | list[str]] = {"prefect.resource.id": "prefect.flow-run.*"}
     if run_counts:
         match["prefect.run-count"] = list(run_counts)
@@ -154,7 +158,9 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Send our logs to the flow run, end this process with its worker, settle a killed attempt."""
+    """Send our logs to the flow run, let this process end when its worker does, and settle an
+    earlier attempt that was killed, see `settle_interrupted_attempt`.
+    """
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)
     # a process worker holds the other end of stdin: a run that continues without it could not be

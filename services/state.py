@@ -70,7 +70,7 @@ def forget(state: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Wait for an exclusive lock on a file, keep it during the block; it ends with this process."""
+    """Wait for an exclusive lock on a file; keep it for the block, or until this process ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -57,7 +57,7 @@ OURS = (sys.executable, "-m", "services.supervisor")  # followed by a command of
 
 
 class Undertaker:
-    """Watcher of the store: when a lease's holder is gone, a child closes dead runs in MLflow."""
+    """Watcher of the store. It lets a child process close MLflow runs whose own process is gone."""
 
     def __init__(self) -> None:
         self._live: set[str] = set()  # tokens of holders
@@ -66,8 +66,8 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child if it is due: after a holder is gone, and again a lease's length later.
-        Errors: OSError, ValueError, RuntimeError (store).
+        """Start the child process if it is due: at the first call, when a holder is gone, and a
+        lease's length after that. Errors: OSError, ValueError, RuntimeError (store).
         """
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
@@ -85,7 +85,7 @@ class Undertaker:
             self._child = subprocess.Popen([*OURS, "close-dead"], stdin=subprocess.DEVNULL)
 
     def close(self) -> None:
-        """End the child."""
+        """End the child process, if any, and wait for its end."""
         if self._child is not None:
             self._child.terminate()
             self._child.wait()
@@ -102,7 +102,7 @@ def _close_dead() -> int:
 
 
 class Service:
-    """A child process that is restarted when it ends, until it has ended too often."""
+    """A child process that calls of `keep` restart when it ends, until it has ended too often."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Service:
         env: dict[str, str],
         bound: socket.socket | None = None,
     ) -> None:
-        """Describe a service; `keep` starts it. bound: its socket, which `command` names."""
+        """Describe a service; `keep` starts it. bound: socket whose descriptor `command` names."""
         self.name, self._command, self.log, self._env, self._bound = name, command, log, env, bound
         self._stack = contextlib.ExitStack()
         self._starts: list[float] = []
@@ -122,8 +122,8 @@ class Service:
 
     def keep(self) -> bool:
         """Start the service if it is down and its pause is over; give it up after MAX_RESTARTS.
-
-        Clean up after an ended process; a later call starts it again. Result: True if it changed.
+        The call that finds an ended process only cleans up; a later one starts it again.
+        Result: True if anything changed.
         """
         if self.process is not None and self.process.poll() is None:
             return False
@@ -157,7 +157,7 @@ class Service:
         return True
 
     def close(self) -> None:
-        """End the service."""
+        """End the process, if any; a later `keep` starts another."""
         self._stack.close()
         self.process = None
 
@@ -174,7 +174,7 @@ def server_environment(address: str, login: str) -> dict[str, str]:
 def _parts(
     state: Path, me: Services, env: dict[str, str], sockets: Mapping[str, socket.socket]
 ) -> dict[str, Service]:
-    """Return the services, none of them started; env: of the Prefect server and its clients."""
+    """Return the services by name, not started yet. env: of the Prefect server and its clients."""
     prefect_env = {
         **server_environment(me.prefect, me.login),
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
@@ -216,7 +216,7 @@ def _engine(state: Path) -> dict[str, Service]:
 
 
 def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
-    """Run the services, on bound sockets by name, until SIGTERM. Result: an exit code."""
+    """Run the services, on bound sockets by name, and set Prefect up, until SIGTERM; return 0."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
@@ -356,7 +356,7 @@ def _worker() -> int:
 
 
 def _viewer(descriptor: int) -> int:
-    """Serve the project's `agentgym view` behind our gate, until SIGTERM or its owner ends."""
+    """Serve `agentgym view` behind our gate, on a bound socket, until SIGTERM or its owner ends."""
     from agentgym.viewer.app import make_app
     from agentgym.viewer.guard import LOOPBACK, Guard
     from agentgym.viewer.viewer import Viewer
@@ -371,7 +371,7 @@ def _viewer(descriptor: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a command of the supervisor or of its children. Result: an exit code."""
+    """Run a command. arguments: its name, then descriptors of sockets. Result: an exit code."""
     command, *descriptors = arguments
     if command == "supervise":
         bound = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]

@@ -32,7 +32,8 @@ def pull_data(path: Path) -> str:
     """Restore the dataset that its `.dvc` file pins, with `dvc pull`. Return a summary.
 
     A folder that DVC does not track is your own data and stays as it is.
-    Errors: DataError if the files differ from the pin; DvcError if they cannot be pulled.
+    Errors: DataError if the files differ from the pin; DvcError if they cannot be pulled;
+    ConfigError if there are neither folder nor `.dvc` file.
     """
     pointer = dataset_pointer(path)
     if pointer is None:

@@ -24,8 +24,9 @@ class EvaluationInvalid(RuntimeError):
 
 @retried("evaluate a policy", run_name="evaluate {request.policy}", timeout_s=STEP_TIMEOUT_S)
 def evaluation_task(cfg: RunConfig, request: EvaluationRequest, progress: Progress) -> str:
-    """Evaluate a policy, create a table of its numbers in Prefect and return a summary.
-    Errors: EvaluationInvalid; ConfigError before anything starts.
+    """Evaluate a policy and return a summary. Also create a table of its numbers in Prefect; an
+    error of that is only logged.
+    Errors: EvaluationInvalid; ConfigError before anything starts; LeaseHeld.
     """
     with progress_artifact("evaluation", progress) as shown:
         evaluated = evaluate_policy(cfg, request, shown)

@@ -41,7 +41,7 @@ def failure(run: FlowRun, failed: list[TaskRun], page: str) -> tuple[str, str]:
 @retried("notify", delays_s=(2, 10, 60), timeout_s=60)
 def tell(flow_run_id: UUID, block: str) -> str:
     """Send a report on a failed flow run through a Prefect notification block; return its text.
-    Errors: ConfigError if the block does not exist or sends no notifications.
+    block: TYPE/NAME. Errors: ConfigError if the block does not exist or sends no notifications.
     """
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)

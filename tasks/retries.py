@@ -21,7 +21,7 @@ FINAL = (ConfigError, LeaseHeld, Stopped, AlarmStop)
 
 async def may_help(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Return True if a retry, which continues from the last commit, may help.
-    It cannot help if the configuration is wrong, another process runs the step, or it was stopped.
+    It cannot help after bad input, a stop or an alarm, nor while another process runs the step.
     """
     result = await state.aresult(raise_on_failure=False)
     return not isinstance(result, FINAL)
@@ -34,7 +34,9 @@ def retried(
     delays_s: Sequence[float] = (2,),
     timeout_s: float | None = None,
 ) -> Callable[[Callable[P, R]], Task[P, R]]:
-    """Return a task decorator. delays_s: before each retry. timeout_s: limit of each attempt."""
+    """Return a decorator that makes a task, which is retried if `may_help` allows it.
+    delays_s: pause before each retry, so also their number. timeout_s: limit of each attempt.
+    """
     return task(
         name=name,
         task_run_name=run_name,

@@ -68,8 +68,8 @@ def _summary(outcome: Outcome) -> str:
 
 
 def environments_up(cfg: RunConfig) -> tuple[AbstractContextManager[Endpoints], Endpoints]:
-    """Start the servers. Return (context manager that ends them, endpoints) once every server has
-    played its scripted episode.
+    """Start the run's environment servers, without experts. Return (context manager that ends them,
+    endpoints) once those that were started are ready.
     """
     timeout_s = LOCAL_TIMEOUT_S
     if of_fleets(cfg):

@@ -63,14 +63,14 @@ def open_cluster(cfg: RunConfig, *, num_ranks: int, num_workers: int) -> Iterato
 
 
 class Cluster:
-    """Actors of one step in a placement group: the ranks in its first bundles, then the workers.
-    All their processes are started at once, when the object is made.
+    """Actors of one step in a placement group: the ranks of a `learner` in its first bundles, then
+    the workers of an `engine`. Making the object starts all their processes at once.
     """
 
     def __init__(
         self, cfg: RunConfig, group: Any, num_ranks: int, num_workers: int, folder: Path | None
     ) -> None:
-        """Start the actors. folder: the local cluster's, which only this user can read; or None."""
+        """Start the actors in a placement group. folder: a local cluster's, mode 0700, or None."""
         self._cfg, self._group, self._folder = cfg, group, folder
         self._num_ranks, self._num_workers = num_ranks, num_workers
         self._num_slots = -(-cfg.rollout.concurrency // max(1, num_workers))
@@ -238,7 +238,7 @@ def _import_ray() -> Any:
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    """Join the cluster at `address`, which is host:port, or "auto" for this machine's own.
+    """Join the cluster at `address`: host:port, or "auto" for this machine's. options: of ray.init.
     Errors: RayUnreachable, also if a token is missing or wrong; ConfigError for another form.
     """
     from ray._private.authentication.authentication_token_setup import (
@@ -289,7 +289,7 @@ def _environment_kept(*names: str) -> Iterator[None]:
 
 @contextmanager
 def _loopback() -> Iterator[None]:
-    """Let a cluster that is started in the block listen on loopback alone, not for other nodes."""
+    """Let a Ray cluster that is started in the block listen on loopback alone."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER

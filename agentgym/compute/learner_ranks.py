@@ -52,7 +52,7 @@ class RankLost(RuntimeError):
 
 
 class LearnerRank:
-    """Actor with one rank's part of the weights."""
+    """Actor with one rank's part of the weights, which it trains, writes to a store and sends."""
 
     def __init__(self, rank: int, size: int, device: str, timeout_s: float) -> None:
         set_threads()
@@ -101,7 +101,7 @@ class LearnerRank:
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
     def written(self) -> dict[str, Blob] | None:
-        """Return the blobs by name, or None while writing. Errors: the one that ended writing."""
+        """Return the blobs by name, None while still writing. Errors: the one that ended it."""
         if not self._writing.done():
             return None
         blobs: dict[str, Blob] = self._writing.result()
@@ -191,7 +191,7 @@ class RanksSnapshot:
 
 
 class RayLearner:
-    """A `Learner` whose weights are spread over ranks. Every call is one call of all ranks.
+    """A `Learner` spread over ranks. Every call is one call of all ranks; an error ends them all.
     Errors of every call: RankLost; a rank's EngineMismatch, FloatingPointError or ValueError.
     """
 

@@ -53,7 +53,7 @@ def open_compute(
     cfg: RunConfig, plan: LearnerPlan, checkpoint: Checkpoint, endpoints: Endpoints, *, version: int
 ) -> Iterator[tuple[Learner, Engine]]:
     """Yield a learner and an engine, in Ray actors with `compute` ray, else in this process.
-    version: of the checkpoint's weights, which the engine holds.
+    plan: builds the learner. checkpoint: the engine's first weights. version: their number.
     Errors: those of `open_engine` of `agentgym.rollouts.engine`, or of `open_cluster` and
     `Cluster`; ConfigError if `lora.rank` is set and the plan has no adapter.
     """
@@ -103,7 +103,7 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """Play one episode of each of the first `validation.num_items` items; return them in order."""
+    """Play each of the first `validation.num_items` items once; return trajectories in order."""
     settings = cfg.validation
     request = RolloutRequest(
         items[: settings.num_items],

@@ -101,7 +101,7 @@ class RayEngine:
     def collect(
         self, request: RolloutRequest, progress: Callable[[int], None] = lambda _: None
     ) -> list[Trajectory]:
-        """Play the request's samples and return their trajectories, item by item.
+        """Play the request's samples and return their trajectories, item by item, with failed ones.
         progress: called with 1 after each episode.
         Errors: RolloutError if too many episodes failed; WorkersLost.
         """
@@ -218,7 +218,7 @@ class RayEngine:
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
         """Play one episode on the least busy worker; if that is lost, again on another.
-        Result: see `RolloutWorker.play`. Errors: WorkersLost; those of the worker.
+        Arguments and result: see `RolloutWorker.play`. Errors: WorkersLost; those of the worker.
         """
         while True:
             worker = await self._pick()
@@ -249,7 +249,7 @@ class RayEngine:
 
     async def _pick(self) -> Worker:
         """Return the least busy worker; wait if there is none.
-        Errors: the one that ended the replacement of lost workers.
+        Errors: WorkersLost; the error of a replacement that did not start.
         """
         while True:
             if self._failure is not None:
@@ -260,8 +260,9 @@ class RayEngine:
             await self._changed.wait()  # no deadline: `_bring_up` has one
 
     async def _survive(self, worker: Worker, answer: Awaitable[T]) -> T | None:
-        """Return the worker's answer. None: the worker died or is silent; it then counts as lost,
-        a replacement starts, and its later answers are ignored. Errors: those of the method.
+        """Return the worker's answer; None if it died or is silent. Then it counts as lost: later
+        answers are ignored and, within `ray.max_lost_workers`, it is replaced.
+        Errors: those of the called method.
         """
         import ray
 
@@ -365,8 +366,8 @@ class RayEngine:
                 return
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
-        """Send weights to these workers, after earlier calls of this method. Result: each worker's
-        error, or None. Errors: RankLost if the sender died.
+        """Send weights to these workers, once earlier calls of this method are done, and set their
+        `version`. Result: each worker's error, or None. Errors: RankLost if the sender died.
         """
         if not workers:
             return []
@@ -422,7 +423,7 @@ class WorkersAttempts:
 
 
 async def _within(reference: Any, seconds: float) -> Any:
-    """Await and return a result. Errors: TimeoutError after `seconds`, with a message."""
+    """Await a result and return it. Errors: TimeoutError, with a message, after `seconds`."""
     try:
         return await asyncio.wait_for(reference, seconds)
     except TimeoutError:

@@ -36,7 +36,7 @@ SENDING = "send"  # concurrency group of a rank: its calls do not wait for the r
 
 @dataclass(frozen=True)
 class InObjectStore:
-    """A `Delivery` through Ray's object store, and its own `Sender`; each node fetches it once."""
+    """Weights in Ray's object store, `Delivery` and `Sender` in one. A node fetches them once."""
 
     reference: Any  # of a safetensors file
     digest: str
@@ -104,7 +104,7 @@ class Outbox:
 
     def __init__(self, device: torch.device, folder: Path | None) -> None:
         """Begin without weights. device: the rank's. folder: one that all receivers see, to meet in
-        a file in it; None: they meet at a port of this node.
+        a file in it. None: they meet at a port of this node.
         """
         self._device, self._folder = device, folder
         self._open: dict[int, Any] = {}  # rendezvous stores by port
@@ -112,7 +112,7 @@ class Outbox:
 
     def keep(self, weights: dict[str, Tensor], version: int, timeout_s: float) -> Broadcast:
         """Replace the kept weights; return a broadcast of the new ones that lacks an address.
-        weights: in host memory, and not used elsewhere.
+        weights: in host memory; they are kept and not copied, so do not change them.
         """
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         digest, layout = weights_digest(weights), layout_of(weights)
@@ -121,7 +121,7 @@ class Outbox:
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
-        """Open a rendezvous of `size` processes, with this one; return the broadcast with it."""
+        """Open a rendezvous of `size` processes, this one included; return the template with it."""
         if self._folder is not None:
             path = self._folder / f"weights-{secrets.token_hex(8)}"
             return replace(template, size=size, path=str(path))

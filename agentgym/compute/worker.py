@@ -73,8 +73,8 @@ class RolloutWorker:
     async def play(
         self, item: Item, sample: int, settings: EpisodeSettings
     ) -> tuple[Trajectory, list[Trajectory]]:
-        """Play one episode; if the environment fails, try again in a new session.
-        Result: (the attempt that counts, else the last one; the attempts before it).
+        """Play one episode of the item, sample number `sample`; if the environment fails, try again
+        in a new session. Result: (the attempt that counts, else the last one; those before it).
         """
         rollout = self._cfg.rollout
         failed: list[Trajectory] = []

@@ -19,7 +19,7 @@ from agentgym.store.keys import object_name
 
 POLL_S = 1.0
 STOP_TIMEOUT_S = 60.0
-STATE = Path(".agentgym")  # state folder of a job whose machine does not have ours
+STATE = Path(".agentgym")  # state folder of a job on a machine without our paths
 STOP_GRACE_S = 20  # whole seconds a job has to end cleanly
 VARIABLES = {  # of a job's processes
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,7 +29,7 @@ VARIABLES = {  # of a job's processes
 
 
 class RayUnreachable(RuntimeError):
-    """The Ray cluster's dashboard, or the API server that stores its RayJobs, does not answer."""
+    """The Ray cluster, or the API server that stores RayJobs, does not answer or refuses us."""
 
 
 class RayJobFailed(RuntimeError):
@@ -37,7 +37,7 @@ class RayJobFailed(RuntimeError):
 
 
 class Phase(enum.Enum):
-    """Phase of a job; each but the last has a deadline of its own."""
+    """Phase of a job. Each but ENDED has a deadline of its own."""
 
     QUEUED = "queued"  # held back by a queue of the cluster
     WAITING = "waiting"  # for resources, and for its process to start
@@ -72,7 +72,7 @@ class Job:
 
 
 class Transport(Protocol):
-    """A way to run jobs. Methods raise OSError or RuntimeError if the cluster does not answer."""
+    """Protocol of a way to run jobs. OSError, RuntimeError: the cluster does not answer."""
 
     place: str  # shown in messages
     gone_means: str  # why a job that existed may be unknown now, for a message
@@ -82,7 +82,7 @@ class Transport(Protocol):
         ...
 
     def submit(self, job: Job, name: str) -> None:
-        """Start the job, unless one of that name exists. Errors: RayJobFailed, ConfigError."""
+        """Start the job as `name`, unless that exists. Errors: RayJobFailed, ConfigError."""
         ...
 
     def look(self, name: str) -> Look | None:
@@ -90,9 +90,7 @@ class Transport(Protocol):
         ...
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass every line of the job's log to `hear` once, until cancelled. The caller retries
-        errors.
-        """
+        """Pass each line of the log to `hear` once, until cancelled. The caller retries errors."""
         ...
 
     def stop(self, name: str) -> None:
@@ -118,7 +116,7 @@ def sent_config(cfg: RunConfig) -> RunConfig:
     """Return the configuration for the step inside a job: it computes in actors of the job's own
     cluster or, with `deterministic`, in the job's own process.
 
-    Paths are absolute; if the job's machine does not have them, they are relative, below STATE.
+    Paths are absolute or, if the job's machine does not have this machine's paths, below STATE.
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):
@@ -138,8 +136,8 @@ def sent_config(cfg: RunConfig) -> RunConfig:
 
 
 def arguments(job: Job) -> str:
-    """Return the arguments of `agentgym step` for this job, quoted for a shell. The step is refused
-    if source, data or settings give another key there.
+    """Return the arguments of `agentgym step` for this job, quoted for a shell. One is the key: the
+    command refuses the step if source, data or settings give another key on its machine.
     """
     return shlex.join((job.step, "--verbose", "--key", job.key))
 

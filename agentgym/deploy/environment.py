@@ -42,8 +42,8 @@ def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator
     length of the block.
     With `expert`, every environment gets a new server with an expert, which ends with the block.
     run: name of the fleets; empty: a random one.
-    Errors: ConfigError if a kept server does not fit this run; see `local_env`, and
-    `agentgym.deploy.kubernetes.fleets`.
+    Errors: ConfigError if a kept server does not fit this run; those of `keep`, of `local_env` and
+    of `agentgym.deploy.kubernetes.fleets`.
     """
     with contextlib.ExitStack() as stack:
         endpoints: dict[str, Sequence[str]] = {}
@@ -153,7 +153,7 @@ def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
 
 
 def end_all(state: Path) -> list[KeptServer]:
-    """End every kept server of this state folder; remove all records. Result: those ended."""
+    """End all kept servers of this state folder, remove their records, return those that ran."""
     ended = []
     for file in sorted((state / "environments").glob("*.json")):
         server = _read(file)

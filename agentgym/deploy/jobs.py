@@ -39,12 +39,13 @@ BAD_INPUT = 2  # exit code of a step whose input is bad: no retry helps
 
 def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key: str) -> Manifest:
     """Run the step as a job and return its final manifest.
+    run_key: digest of the run. key: the step's, which the job must compute, too.
 
-    With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on a cluster of its
-    own.
+    With `compute` ray-job it runs on the cluster at `ray.address`, with kuberay on its own cluster.
     If a job of this run and step has not ended, because the process that followed it died, follow
     that one: there are never two.
-    If the job fails, start the next attempt, at most `ray.job_attempts` in this call.
+    If the job fails, wait `store.lease_ttl_s` and start the next attempt, at most
+    `ray.job_attempts` in this call.
     An interrupt, a deadline or another failure on this side stops the job; RayUnreachable does not.
     Errors: RayUnreachable; ConfigError if the job reports bad input; TimeoutError; RayJobFailed
     with the end of its log.
@@ -79,8 +80,8 @@ def run_as_job(step: str, cfg: RunConfig, store: RunStore, *, run_key: str, key:
 
 
 def _transport(cfg: RunConfig) -> Transport:
-    """Connect to Kubernetes with `compute` kuberay, else to the Ray cluster at `ray.address`.
-    Errors: ConfigError, RayUnreachable.
+    """Return a transport that is connected to Kubernetes (`compute` kuberay), else to the Ray
+    cluster at `ray.address`. Errors: ConfigError, RayUnreachable.
     """
     if cfg.compute == "kuberay":
         from agentgym.deploy.kuberay import KubeRay
@@ -97,7 +98,7 @@ def _follow_or_stop(
     """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
     its log).
 
-    Any exception but RayUnreachable also stops the job; so does the loss of its cluster.
+    Exceptions are raised again. All but RayUnreachable, and the loss of its cluster, stop the job.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))
@@ -113,7 +114,7 @@ def _follow_or_stop(
 async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look | None, list[str]]:
     """Log the job's output until the job ends. Result: (its last state, or None if the cluster has
     forgotten it; the end of its log).
-    Errors: RayUnreachable after SILENCE_S; TimeoutError past the deadline of a phase.
+    Errors: RayUnreachable after SILENCE_S without an answer; TimeoutError past a phase's deadline.
     """
     lines: list[str] = []
 
@@ -152,7 +153,7 @@ async def _follow(transport: Transport, name: str, cfg: RunConfig) -> tuple[Look
 
 
 def _check_deadline(name: str, look: Look, waited_s: float, cfg: RunConfig) -> None:
-    """Raise TimeoutError if the job exceeds the deadline of its phase."""
+    """Raise TimeoutError if waited_s, the job's time in its phase, exceeds the phase's limit."""
     setting, limit_s = {
         Phase.QUEUED: ("kuberay.queue_timeout_s", cfg.kuberay.queue_timeout_s),
         Phase.WAITING: ("ray.placement_timeout_s", cfg.ray.placement_timeout_s),

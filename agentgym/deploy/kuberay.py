@@ -55,7 +55,7 @@ class KubeRay:
     @classmethod
     def connect(cls, cfg: RunConfig) -> Self:
         """Connect to the Kubernetes cluster, and check that it knows RayJobs.
-        Errors: ConfigError without an image or credentials, or without KubeRay; RayUnreachable.
+        Errors: ConfigError without an image, credentials or KubeRay; RayUnreachable; KubeError.
         """
         image = image_of(os.environ)
         kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
@@ -112,7 +112,7 @@ class KubeRay:
         return time.monotonic() - since >= LOST_S
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass new log lines of the pod that submitted the job to `hear`; none in HTTPMode."""
+        """Pass the submitter pod's new log lines to `hear`, until cancelled; none in HTTPMode."""
         previous: list[str] = []
         while True:
             lines = await asyncio.to_thread(self._log, name)
@@ -129,8 +129,8 @@ class KubeRay:
         return self._kube.log(newest["metadata"]["name"], lines=TAIL_LINES).splitlines()
 
     def stop(self, name: str) -> None:
-        """Delete the job with all that it owns; its name is free once these are gone.
-        Errors: TimeoutError if they remain.
+        """Delete the job with all that it owns, and wait until all of it is gone.
+        Errors: TimeoutError after STOP_TIMEOUT_S; KubeError.
         """
         self._kube.delete(RAY_JOB, name, propagation="Foreground")
         deadline = time.monotonic() + STOP_TIMEOUT_S
@@ -143,7 +143,7 @@ class KubeRay:
             time.sleep(POLL_S)
 
     def settle(self, job: Job) -> None:
-        """Delete ended attempts: their results are in the store."""
+        """Delete the job's attempts that have ended: their results are in the store."""
         for number, look in self.attempts(job).items():
             if look.phase is Phase.ENDED:
                 self._kube.delete(RAY_JOB, job.name(number))
@@ -151,7 +151,7 @@ class KubeRay:
 
 def end_jobs(cfg: RunConfig, run: str) -> int:
     """Delete all RayJobs of a cancelled run, whose own process may have been killed before.
-    Result: the number deleted. Errors: ConfigError, KubeError.
+    run: its name, see `run_label`. Result: the number deleted. Errors: ConfigError, KubeError.
     """
     kube = connect(context=cfg.kubernetes.context, namespace=cfg.kubernetes.namespace)
     with contextlib.closing(kube):
@@ -188,7 +188,7 @@ def look_at(resource: Mapping[str, Any]) -> Look:
 
 
 def _cluster_says(status: Mapping[str, Any]) -> str:
-    """Return reason and messages of a RayCluster that is not ready; empty if it reports none."""
+    """Return reason and messages of a RayJob's cluster that is not ready; empty without any."""
     cluster = status.get("rayClusterStatus") or {}
     conditions = cluster.get("conditions") or []
     messages = [condition["message"] for condition in conditions if condition.get("message")]

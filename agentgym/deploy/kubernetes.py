@@ -2,8 +2,8 @@
 
 All servers of a run are one group: they have its name in the label `agentgym.io/run` and are owned
 by its lease (fleets/fleet_lease.py), so that one delete removes them and a dead run is recognized.
-During the run a thread renews the lease, passes the servers' addresses to the balancer, and trips
-if there are more servers than there should be (fleets/upkeep.py).
+During the run a thread renews the lease, writes the servers' addresses to a file for clients, and
+stops the run if there are more servers than there should be (fleets/upkeep.py).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Plan:
 
     @classmethod
     def of(cls, cfg: RunConfig, envs: Sequence[EnvConfig], run: str, *, expert: bool) -> Plan:
-        """Plan the fleets of these environments. Errors: ConfigError as `rendered_fleet`, and if a
-        server's capacity is unknown.
+        """Plan the fleets of these environments as the group `run`; `expert` as in `fleet_of`.
+        Errors: ConfigError as `rendered_fleet`, and if a server's capacity is unknown.
         """
         fleets = tuple(fleet_of(cfg, env, run, expert=expert) for env in envs)
         objects = tuple(obj for fleet in fleets for obj in rendered(fleet, cfg.kubernetes))
@@ -114,7 +114,7 @@ def of_fleets(cfg: RunConfig) -> list[EnvConfig]:
 
 
 def check_fleets(cfg: RunConfig) -> None:
-    """Check, before a run begins, that its fleets can come up; log servers that dead runs left.
+    """Check, before a run begins, that its fleets can come up. Log the servers of dead runs.
     Errors: ConfigError with a line for each obstacle; KubeError if the cluster does not answer.
     """
     envs = of_fleets(cfg)
@@ -142,10 +142,12 @@ def missing(kube: Kube, cfg: RunConfig) -> list[str]:
 
 @contextlib.contextmanager
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
-    """Yield endpoints of servers by environment, on the cluster and ready for sessions.
+    """Yield endpoints, by environment, of servers on the cluster that are ready for sessions.
 
-    Kept fleets (`env.keep`, `envs-up`) are used and stay. For the other environments, and for all
-    with `expert`, a group comes up under the run's name and is always taken down afterwards.
+    Kept fleets are used and stay; with `env.keep` a missing one is started. For the other
+    environments, and for all with `expert`, a group comes up under the run's name. It is taken down
+    on exit and, without `expert`, so are groups of this run's dead attempts; errors of that are
+    only logged.
     Errors: ConfigError, KubeError, FleetNotReady, FleetTripped, LeaseHeld, RuntimeError.
     """
     with contextlib.ExitStack() as stack:
@@ -200,7 +202,7 @@ def _left_to_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
-    """Yield endpoints by environment once the servers are ready; an Upkeep runs until exit."""
+    """Yield endpoints by environment once the servers are ready. An `Upkeep` runs until exit."""
     where = cfg.kubernetes
     services = {fleet.env: f"env-{fleet.env}-{plan.run}" for fleet in plan.fleets}
     max_pods = most_pods(plan.objects)
@@ -225,9 +227,8 @@ def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[By
 
 
 def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Plan:
-    """Plan the fleet of this environment that outlives runs.
-    Its name is a digest of its objects, so that other options, or another image, make another
-    fleet.
+    """Plan the fleet of this environment that outlives runs. Its name contains a digest of its
+    objects without the number of servers: other options, or another image, make another fleet.
     """
     fleet = fleet_of(cfg, env, "keep", expert=False)
     same = Fleet(env.name, "keep", 1, fleet.arguments)
@@ -243,9 +244,9 @@ def is_kept(kube: Kube, run: str) -> bool:
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
-    """Send a kept fleet's objects and renew its lease, without waiting for its servers.
+    """Create or renew a kept fleet's lease and send its objects, without waiting for its servers.
     The number of servers never falls. Result: its group, and the plan as it was sent.
-    Errors: ConfigError, KubeError.
+    Errors: ConfigError, KubeError; LeaseHeld while the fleet is being taken down.
     """
     group = acquire(kube, plan.run, ttl_s=env.keep_s, kept=True)
     objects = []
@@ -262,8 +263,8 @@ def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
 
 def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
     """Bring up a kept fleet of this environment and wait until it is ready. Result: its name.
-    Errors: ConfigError, KubeError, FleetNotReady; a new fleet that does not get ready is taken
-    down.
+    A new fleet is taken down again if that fails.
+    Errors: ConfigError, KubeError, LeaseHeld, FleetNotReady, FleetTripped.
     """
     plan = kept_plan(cfg, env)
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
@@ -296,9 +297,8 @@ def end_kept(cfg: RunConfig) -> list[str]:
 
 
 def end_run(cfg: RunConfig, run: str) -> list[str]:
-    """Take down the servers on Kubernetes that dead processes of a run left. Result: the names of
-    their groups.
-    Errors: ConfigError, KubeError, FleetNotReady.
+    """Take down the servers on Kubernetes that dead processes of the run `run` left.
+    Result: the names of their groups. Errors: ConfigError, KubeError, FleetNotReady.
     """
     with contextlib.closing(connected(cfg.kubernetes)) as kube:
         return _end_dead(kube, run, cfg.kubernetes.down_timeout_s)

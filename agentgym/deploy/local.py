@@ -31,13 +31,13 @@ IDENTITIES_TIMEOUT_S = 600.0  # a thousand worlds of BabyAI take 1 to 7 s
 
 
 class IdentitiesUnknown(RuntimeError):
-    """This machine cannot determine which tasks are equal; the message gives the reason."""
+    """This machine cannot determine which tasks are equal. The message gives the reason."""
 
 
 @contextmanager
 def local_env(env: EnvConfig, *, expert: bool, log_path: Path) -> Iterator[list[Endpoint]]:
-    """Yield endpoints of one server on a free loopback port, ready for sessions; its output is
-    appended to log_path.
+    """Start one server on a free loopback port, yield its endpoint in a list once it is ready for
+    sessions, and end it on exit. Its output is appended to log_path. expert: it has POST /expert.
 
     The server requires a token of its own, made here and passed in its environment, where only this
     user can read it.

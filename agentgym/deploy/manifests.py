@@ -96,8 +96,8 @@ def rendered(
     installation: str = SERVICES,
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
-    """Return all objects of an overlay. components: optional ones next to it, for example
-    `network/https`.
+    """Return all objects of an overlay. manifests: the folder `k8s`. overlay: a folder in its
+    `overlays`. components: folders in its `components` to add, for example `network/https`.
     installation: name of its three namespaces: NAME, NAME-flows and NAME-fleets.
 
     Errors: ConfigError without a kubectl, if there is no such overlay or component, or if the
@@ -124,7 +124,7 @@ def rendered_fleet(
     manifests: Path = MANIFESTS,
 ) -> list[Object]:
     """Return the objects of one fleet alone: Deployment, Service, PodDisruptionBudget and, with the
-    component autoscale, HorizontalPodAutoscaler.
+    component autoscale, HorizontalPodAutoscaler. overlay, components, manifests: see `rendered`.
 
     Objects that a namespace has once (policies, roles, quota) are not included.
     Errors: ConfigError as `rendered`, for a name that Kubernetes would refuse, and for an
@@ -187,7 +187,7 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
 
 
 def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
-    """Return the objects that `kubectl kustomize` renders.
+    """Return the objects that `kubectl kustomize` renders. manifests: the folder `k8s`.
     Errors: ConfigError without kubectl, for a missing folder, a failed or slow rendering, and an
     image whose digest is malformed.
     """
@@ -230,7 +230,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
 
 def _lay_out(manifests: Path, workdir: Path) -> None:
     """Link the manifests' folders into workdir, because kustomize takes only relative paths.
-    If they lack IMAGES_FILE and this pod has images at IMAGES, copy them and write IMAGES_FILE.
+    If they lack IMAGES_FILE and this pod has images at IMAGES, copy them and add IMAGES_FILE.
     """
     image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
     if not image_files or (manifests / IMAGES_FILE).exists():

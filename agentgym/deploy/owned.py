@@ -24,9 +24,9 @@ ORPHAN_GRACE_S = 3.0
 def owned_process(
     command: Sequence[str], *, log_path: Path, env: Mapping[str, str], pass_fds: Sequence[int] = ()
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Yield a child in a process group of its own; its output is appended to log_path, and it is
-    ended on exit.
-
+    """Start a child in a process group of its own, yield it, and end it on exit.
+    log_path: gets its output appended. env: variables in addition to this process's. pass_fds:
+    open file descriptors that it inherits.
     Its stdin is a pipe that only this process holds: a child that calls `end_with_owner`, or
     watches stdin itself, also ends when this process is killed.
     """

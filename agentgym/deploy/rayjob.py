@@ -147,7 +147,8 @@ def _pod(
     name: str = "ray",
 ) -> Object:
     """Return the template of a pod with one container that has no privileges. Its requests equal
-    its limits, so it is among the last to be evicted. gpus: number by resource name.
+    its limits, so it is among the last to be evicted.
+    memory: for example `8Gi`. gpus: number by resource name. name: the container's.
     """
     sizes = {"cpu": str(cpus), "memory": memory, **{k: str(v) for k, v in (gpus or {}).items()}}
     spec: Object = {
@@ -202,9 +203,9 @@ def _submitter(settings: KubeRayConfig, image: str, labels: Mapping[str, str]) -
 
 
 def _tokens(cfg: RunConfig) -> list[Object]:
-    """Return a pod's variables with the tokens of the fleets that this run uses, by reference.
-
-    A fleet's Secret has the name of its Service. The tokens of other servers are in SECRETS.
+    """Return variables that give a pod the tokens of the fleets in `env.endpoints`. Each refers to
+    the fleet's Secret, which has the name of its Service, for example `env-babyai-r1`.
+    The tokens of other servers are in SECRETS.
     """
     service = re.compile(rf"http://(env-[a-z0-9-]+)\.{cfg.kubernetes.namespace}\.svc:\d+")
     secret_names = {
@@ -248,7 +249,7 @@ def ray_version() -> str:
 
 
 def main() -> None:
-    """Write PARAMS_VARIABLE's value to a file; become `agentgym step` with it and our arguments."""
+    """Write PARAMS_VARIABLE to a file and exec `agentgym step` with that file and our arguments."""
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
         file.write(os.environ[PARAMS_VARIABLE])
     command = [sys.executable, "-m", "agentgym", "step", *sys.argv[1:], "--params", file.name]

@@ -62,7 +62,7 @@ def servers_of(slices: Iterable[Object]) -> list[Server]:
 
 
 class Outside:
-    """Addresses for clients outside the cluster, from pods' annotations; each pod is read once."""
+    """URLs for clients outside the cluster, from pods' annotations. Each pod is read only once."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

@@ -69,7 +69,7 @@ class Group:
 
     def is_alive(self, now: float | None = None) -> bool:
         """Return True if the holder's process lives, or, if that cannot be seen from here, if the
-        last renewal is recent.
+        last renewal is recent. now: seconds since 1970; None: read the clock.
         A renewal more than ttl_s in the future comes from a wrong clock and does not count.
         """
         silent_s = self.silent_s(time.time() if now is None else now)
@@ -93,10 +93,11 @@ class Group:
 
 
 def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
-    """Create the group's lease, or take over the lease, and servers, of a dead holder.
-    A kept group is shared: its lease may be taken at any time. Result: the group.
+    """Create the lease of the group `run`, or take over the lease, and servers, of a dead holder.
+    A kept group is shared: its lease may be taken at any time. ttl_s: life without a renewal.
 
-    Errors: LeaseHeld while its holder lives or the lease is being deleted; KubeError.
+    Result: the group. Errors: LeaseHeld while its holder lives or the lease is being deleted, or
+    after RACES attempts in which other processes were faster; KubeError.
     """
     for _ in range(RACES):
         lease = kube.find(LEASE, lease_name(run))
@@ -129,7 +130,7 @@ def acquire_free(kube: Kube, run: str, *, ttl_s: float, max_groups: int = 9) -> 
 
 
 def renew(kube: Kube, group: Group) -> bool:
-    """Renew the lease. Return False if the group is no longer ours: deleted, or taken over."""
+    """Renew the group's lease. Return False if it was deleted, or taken over by another process."""
     lease = kube.find(LEASE, lease_name(group.run))
     if lease is None or lease["metadata"]["uid"] != group.uid:
         return False

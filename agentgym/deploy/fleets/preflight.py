@@ -73,8 +73,8 @@ def missing_rights(kube: Kube) -> list[str]:
 
 
 def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Return the API server's objections to the objects, from a dry run: admission, fields that
-    another manager owns; if the namespace is missing, that line alone.
+    """Return the API server's objections to the objects, from a dry run: for example of admission,
+    or that another manager owns a field. If the namespace is missing, return that line alone.
     Errors: KubeError if no answer comes.
     """
     lines = []
@@ -158,8 +158,8 @@ def _shown(name: str, number: float) -> str:
 
 
 def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:
-    """Return a line for each Deployment that no node can run: none has the labels that its pods
-    require, or none of those nodes has GPUs.
+    """Return a line for each Deployment that no node can run: no open node has the labels that its
+    pods require, or none of those nodes has GPUs, which they request.
     If this account may not list nodes, return no lines: the scheduler will report it.
     """
     try:

@@ -53,7 +53,7 @@ Log = Callable[[str], str]  # pod -> the last lines of its previous container
 
 
 class FleetNotReady(RuntimeError):
-    """Servers did not get ready, or were not gone, in time; the message gives pods and reasons."""
+    """Servers did not get ready, or did not end, in time. The message gives pods and reasons."""
 
 
 class FleetTripped(RuntimeError):
@@ -72,7 +72,7 @@ def kinds_of(kube: Kube) -> list[Kind]:
 
 
 def no_key() -> list[str]:
-    """Return one line if this environment lacks the key that tokens are derived from, else none."""
+    """Return one error line if KEY_VARIABLE, the key of all tokens, is not set; else none."""
     if os.environ.get(KEY_VARIABLE, "").strip():
         return []
     return [
@@ -90,7 +90,7 @@ def token_of_fleet(name: str) -> str:
 
 
 def give_token(kube: Kube, group: Group, name: str) -> None:
-    """Create the Secret with the fleet's token, which its pods read; the group owns it.
+    """Create the Secret `name` with the fleet's token, which its pods read. The group owns it.
 
     A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
     Secrets, and do nothing else with them.
@@ -117,7 +117,7 @@ def give_token(kube: Kube, group: Group, name: str) -> None:
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
     """Create a Secret with a token for every Deployment, then apply all objects. The group's lease
-    owns them; equal ones stay unchanged.
+    owns them. To apply an object that is equal on the cluster changes nothing.
     Errors: ConfigError, KubeError.
     """
     for obj in objects:
@@ -307,7 +307,7 @@ def troubles(
     pods: Sequence[Object], events: Iterable[Object] = (), log: Log | None = None
 ) -> list[Trouble]:
     """Return the reason for every pod that is neither ready nor being deleted, final ones first.
-    events: of these pods; log: called for pods that crash.
+    events: of these pods. log: called with the name of a pod that crashes.
     """
     of_pod: defaultdict[str | None, list[Object]] = defaultdict(list)  # by uid
     for event in events:
@@ -321,7 +321,7 @@ def troubles(
 
 
 def trouble(pod: Object, events: Sequence[Object] = (), log: Log | None = None) -> Trouble:
-    """Return the reason why a pod is not ready. events: the pod's; log: called if it crashes."""
+    """Return why a pod is not ready. events: the pod's. log: called with its name if it crashes."""
     name, status = pod["metadata"]["name"], pod.get("status", {})
     scheduled = _condition(pod, "PodScheduled")
     if scheduled and scheduled.get("status") == "False":

@@ -1,5 +1,5 @@
-"""Duties while a run plays on a fleet: renew its lease, give the balancer the servers' addresses,
-and trip a breaker if there are too many servers.
+"""Duties while a run plays on a fleet: renew its lease, write the servers' addresses to files for
+its clients, and stop the run if there are too many servers.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ ASK_S = 5.0
 
 class Upkeep:
     """Background thread that renews a group's lease and writes its servers' addresses to listings.
-    If the lease is lost or there are too many pods, it writes the reason there and ends.
+    If the lease is lost or there are too many pods, it writes the reason there and ends. After
+    other errors of the cluster, which are only logged, it tries again.
     """
 
     def __init__(
         self, kube: Kube, group: Group, listings: Mapping[str, Listing], *, most: int
     ) -> None:
         """Prepare the upkeep of a run's servers; `running` starts its thread.
-
-        listings: files for the servers' addresses, by Service. most: limit of the group's live
-        pods.
+        listings: files for the servers' addresses, by Service. most: limit on the run's live pods.
         """
         self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
         self._kind = kind_of_addresses(kube)
@@ -56,7 +55,7 @@ class Upkeep:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the thread during the block; then let it end, and remove the listings' files."""
+        """Run the thread during the block. Then stop it without waiting, and remove the files."""
         thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
         thread.start()
         try:
@@ -112,8 +111,8 @@ class LostLease(RuntimeError):
 
 
 def first_addresses(kube: Kube, service: str, *, num: int, timeout_s: float) -> list[str]:
-    """Wait until a Service has `num` ready servers and return their URLs, see `Outside.addresses`.
-    Errors: KubeError; RuntimeError after timeout_s.
+    """Wait until a Service has at least `num` ready servers and return the URLs of all of them, see
+    `Outside.addresses`. Errors: KubeError; RuntimeError after timeout_s.
     """
     end, kind, outside = time.monotonic() + timeout_s, kind_of_addresses(kube), Outside(kube)
     while True:

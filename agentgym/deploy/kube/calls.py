@@ -59,7 +59,7 @@ class NotServed(KubeError):
 
 
 class AlreadyExists(KubeError):
-    """An object of that name exists, which another client made."""
+    """An object of that name exists already."""
 
 
 class FieldConflict(KubeError):
@@ -85,7 +85,7 @@ class Retries:
     longest_s: float = 10.0  # a server's Retry-After is honored up to three times this
 
     def wait_s(self, attempt: int, retry_after_s: float, draw: float) -> float:
-        """Return the seconds to wait after attempt number `attempt` (from 0).
+        """Return the seconds to wait after attempt number `attempt` (from 0) with this Retry-After.
         draw: uniform in [0, 1), so that clients refused together do not return together.
         """
         backoff_s = min(self.first_s * 2.0 ** min(attempt, 20), self.longest_s) * (0.5 + 0.5 * draw)
@@ -118,8 +118,8 @@ class RateLimiter:
 class Transport:
     """Sender of requests; threads may share it.
 
-    Arguments of its methods: verb, a method of the package's dynamic client; options, what that
-    method gets; doing, the text for messages, for example `apply of Deployment env-babyai`.
+    Arguments of its methods: `verb` is a method of the package's dynamic client, `options` are that
+    method's arguments, `doing` is a text for messages, as `apply of Deployment env-babyai`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Transport:
         **options: Any,
     ) -> bytes:
         """Carry out a verb, repeatedly if that may help, and return the answer's body.
-        within_s: time for all attempts; None: the retries' deadline_s.
+        limiter: delays the first attempt. within_s: for all attempts; None: retries.deadline_s.
         Errors: KubeError; ApiUnreachable once time or attempts are used up.
         """
         if limiter is not None:
@@ -184,7 +184,7 @@ class Transport:
         self, doing: str, *, idle_s: float, **options: Any
     ) -> Iterator[Mapping[str, Any] | None]:
         """Yield events of one connection of a watch; yield None and stop if nothing came for
-        idle_s.
+        idle_s. Also stop if the credentials are refused and `Session.renew` gets new ones.
         Errors: KubeError; ApiUnreachable if the connection is lost.
         """
         from kubernetes.watch import Watch
@@ -217,7 +217,7 @@ class Transport:
     def _attempt(
         self, client: Any, verb: str, doing: str, timeout_s: float, options: Mapping[str, Any]
     ) -> bytes:
-        """Send one request and return the answer's body. Errors: KubeError."""
+        """Send one request; return the answer's body, whole within timeout_s. Errors: KubeError."""
         end = self.clock() + timeout_s
         pieces: list[bytes] = []
         with (

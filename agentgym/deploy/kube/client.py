@@ -85,7 +85,7 @@ def connect(
 ) -> Kube:
     """Return a client of the cluster that kubectl would use, or of the one that this pod runs in.
     No request is sent yet.
-    manager: the name under which server-side apply sets fields.
+    kubeconfig, context: see `Source.find`. manager: name under which server-side apply sets fields.
 
     Errors: ConfigError without the package `kubernetes`, or without credentials.
     """
@@ -100,10 +100,10 @@ def connect(
 
 @dataclass(eq=False)
 class Kube:
-    """Client of one cluster and a namespace in it; a manifest's own namespace overrides that one.
+    """Client of one cluster and a namespace in it. A manifest's own namespace takes precedence.
     Threads may share it.
 
-    Every method raises KubeError (see calls.py) with a sentence that names the remedy, and
+    Every method may raise KubeError (see calls.py) with a sentence that names the remedy, and
     ApiUnreachable once the deadline has passed.
     """
 
@@ -118,7 +118,7 @@ class Kube:
         self.transport.session.close()
 
     def apply(self, wanted: Object, *, force: bool = False, dry_run: bool = False) -> Object:
-        """Apply the object on the server side and return it as it is now; idempotent.
+        """Apply the object on the server side and return it as it is now. Idempotent.
         dry_run: validate and change nothing. force: take over fields of other managers.
         Errors: FieldConflict if another manager owns a field, unless forced.
         """
@@ -135,8 +135,8 @@ class Kube:
         )
 
     def create(self, wanted: Object) -> Object:
-        """Create the object and return it. If the answer is lost, the object is recognized by a key
-        of this call.
+        """Create the object and return it. If the answer is lost, the object is recognized by this
+        call's key, which is added to its annotations.
 
         Errors: AlreadyExists if another client created one of that name, or if this account may not
         read it.
@@ -162,9 +162,9 @@ class Kube:
             raise
 
     def patch(self, kind: Kind, name: str, changes: Object, *, subresource: str = "") -> Object:
-        """Apply a JSON merge patch and return the object as it is now.
-        With metadata.resourceVersion among the changes, raise Stale if the object was changed
-        since.
+        """Apply a JSON merge patch and return the object as it is now. subresource: patch this part
+        of it, for example `status`.
+        With metadata.resourceVersion in the patch, raise Stale if the object was changed since.
         """
         return self._ask(
             "patch",
@@ -219,7 +219,7 @@ class Kube:
         propagation: Propagation = "Background",
         grace_s: int | None = None,
     ) -> bool:
-        """Delete the object. Return False if there was none.
+        """Delete the object, which may last longer than the call. Return False if there was none.
         uid: delete only the object with this uid; raise Stale for another one of that name.
         grace_s: seconds that a pod has instead of its own grace period.
         """

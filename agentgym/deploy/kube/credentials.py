@@ -46,7 +46,7 @@ class Source:
     ) -> Source:
         """Return the first of: `kubeconfig`, the files in KUBECONFIG, ~/.kube/config, and, without
         a context, the account of this pod.
-        Errors: ConfigError if there are none, or if a named file is missing.
+        Errors: ConfigError if there are none, or if KUBECONFIG has paths but no file is there.
         """
         home = Path(environment.get("HOME", "~")).expanduser() / ".kube" / "config"
         named = str(kubeconfig or environment.get("KUBECONFIG", ""))
