@@ -97,7 +97,9 @@ def environments_down(servers: AbstractContextManager[Endpoints]) -> None:
 
 @dataclass(frozen=True)
 class Standing:
-    """Kept servers of an environment, running or ended."""
+    """Servers of an environment that stay up for later runs (`keep`), or that were just ended.
+    For a Kubernetes fleet that was ended, `env` is "fleet" and `options` is empty.
+    """
 
     env: str
     where: str  # an address, or a fleet

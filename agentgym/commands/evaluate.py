@@ -261,8 +261,8 @@ def _print(evaluated: Evaluated, options: str) -> None:
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
     """Yield a line with the report's file and, for a complete and valid result, one on comparing
-    it: a command with the newest result of the same identity, or a hint if there is none.
-    options: text that is added to the command, so that it finds the results.
+    it: a command with the newest other such result that differs at most in the policy, or a hint
+    if the LOOKED_AT newest have none. options: text of the command, so that it finds the results.
     """
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences

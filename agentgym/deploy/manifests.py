@@ -230,7 +230,8 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
 
 def _lay_out(manifests: Path, workdir: Path) -> None:
     """Link the manifests' folders into workdir, because kustomize takes only relative paths.
-    If they lack IMAGES_FILE and this pod has images at IMAGES, copy them and add IMAGES_FILE.
+    If the manifests lack IMAGES_FILE and this pod has files with image names in IMAGES, copy the
+    manifests to workdir instead and write IMAGES_FILE there: a line `<file name>=<image>` each.
     """
     image_files = sorted(file for file in IMAGES.glob("[a-z]*") if file.is_file())
     if not image_files or (manifests / IMAGES_FILE).exists():

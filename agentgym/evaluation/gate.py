@@ -383,8 +383,9 @@ def _guard_rails(rules: GateConfig, evidence: Evidence) -> Iterator[Ruling]:
 
 
 def _needed(items: int, detectable: float, wanted: float) -> int:
-    """Number of items, above `items`, that would show a gain of `wanted`.
-    detectable: the gain that `items` show; errors shrink with the square root of the number.
+    """Return the total number of items, at least `items` + 1, that would show a gain of `wanted`.
+    detectable: the smallest gain that `items` items show; it is taken to shrink with the square
+    root of the number of items.
     """
     return max(items + 1, math.ceil(items * (detectable / wanted) ** 2))
 

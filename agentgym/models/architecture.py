@@ -158,7 +158,9 @@ def unsupported(config: PretrainedConfig) -> Iterator[str]:
 
 
 def _ropes(text: PretrainedConfig) -> Iterator[dict[str, Any]]:
-    """Yield rotary position settings: of all layers ({} if none), then of each type of layer."""
+    """Yield rotary position settings: the configuration's `rope_parameters` ({} if it has none),
+    then each dict in it, which holds the settings of one type of layer.
+    """
     rope = getattr(text, "rope_parameters", None) or {}
     yield rope
     yield from (value for value in rope.values() if isinstance(value, dict))

@@ -89,9 +89,10 @@ def _product(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class _WideLinear(Function):
-    """A product in float32 that keeps its inputs in their own dtype for the backward.
+    """Linear layer computed in float32; its result has the dtype of `hidden`.
 
-    Autograd would keep float32 copies of weights (0.5 GiB for 135 million) and hidden states.
+    Inputs are kept for the backward in their own dtype. Autograd would keep float32 copies of
+    weights (0.5 GiB for 135 million) and hidden states.
     """
 
     @staticmethod

@@ -437,5 +437,7 @@ def _gloo_device() -> Any:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes as a view, which every backend can send."""
+    """Return the bytes of a contiguous tensor as a [nbytes] uint8 view, for backends that cannot
+    send every dtype. A tensor that is not contiguous would be copied, and a receive into it lost.
+    """
     return tensor.reshape(-1).view(torch.uint8)

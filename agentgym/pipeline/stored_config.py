@@ -99,7 +99,10 @@ def config_of_run(
 
 
 def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
-    """Return a run's settings for `load_config`; operational ones (addresses, ...) are of `cfg`."""
+    """Return a run's recorded settings (`semantic`) as a layer for `load_config`.
+    Each environment gets its operational settings (addresses, ...) from the environment of the
+    same name in `cfg`, or the defaults. Other operational settings are left out.
+    """
     semantic = _without_own(semantic, RunConfig)
     owned_envs = {env.name: env for env in cfg.envs}
 

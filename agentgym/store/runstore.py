@@ -124,7 +124,9 @@ class RunStore:
         return data
 
     def read_into(self, manifest: Manifest, name: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from byte `start`, unverified. Errors: KeyError, BlobMissing, EOFError."""
+        """Fill `buffer` with the bytes of a blob or record from byte `start` on.
+        The digest is not verified. Errors: KeyError, BlobMissing; EOFError if it ends too early.
+        """
         with self._located(manifest, name) as (folder, blob):
             folder.read_into(blob.path, start, buffer)
 

@@ -323,7 +323,11 @@ def delivery_mark(cfg: RunConfig, run_key: str, step: str, key: str) -> Path:
 
 
 def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
-    """Return prefix of a run's key -> its steps that MLflow has, as (name, prefix of their key)."""
+    """Return the steps of each run that have a delivery mark in the state folder.
+
+    Result: first 16 digits of the run's key -> set of (step's name, first 16 digits of its key).
+    MLflow is not asked; it may have lost these steps since.
+    """
     steps_by_run: dict[str, set[tuple[str, str]]] = {}
     for mark in sorted((cfg.state_dir / "delivered").glob("*/*-*")):
         step, _, key = mark.name.rpartition("-")
@@ -332,7 +336,9 @@ def delivered_steps(cfg: RunConfig) -> dict[str, set[tuple[str, str]]]:
 
 
 def delivered_seq(tags: Mapping[str, str], step: str, key: str) -> int:
-    """Return the number of the last commit of a step that these tags of a run name; -1 for none."""
+    """Return the number of the step's last commit that was delivered to an MLflow run; -1 if none.
+    tags: the tags of that run.
+    """
     return _parse_mark(tags.get(_tag(step, key), ""))[0]
 
 

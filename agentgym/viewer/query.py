@@ -115,7 +115,7 @@ class Query:
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
-        """Return the query's first page. changes: fields to replace."""
+        """Return a copy of this query that asks for the first page. changes: fields to replace."""
         return replace(self, after="", before="", **changes)
 
 

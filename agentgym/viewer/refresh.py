@@ -119,7 +119,11 @@ class Refresher:
         _update_step(connection, step_id, commits[-1], mark)
 
     def _commit(self, connection: sqlite3.Connection, step_id: int, commit: Manifest) -> int:
-        """Index a commit; record unreadable files as problems. Return its number of episodes."""
+        """Index a commit and return the number of episodes indexed.
+
+        Damaged files and missing records are noted as problems and add no episodes; a missing blob
+        that is not a record may have been pruned and is skipped.
+        """
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]

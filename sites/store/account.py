@@ -73,7 +73,9 @@ def order(request: Request, id: int) -> Response:
 
 @site.post("/account/orders/{id}/reorder")
 def reorder(request: Request, id: int) -> Response:
-    """Add the order's products to the cart, except those no longer sold or in stock."""
+    """Add the order's products to the cart in the quantities ordered.
+    Products that are no longer sold, or of which fewer are in stock, are left out.
+    """
     store, count = request.world.store, 0
     for line in _order(request, id).lines:
         product = store.products.get(line.product_id, enabled=True)
