@@ -13,7 +13,7 @@ import socket
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import uvicorn
 
 _LOOPBACK = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d{1,5})?")
+_FRAMED = (b"x-frame-options", b"SAMEORIGIN")
 _HOW = (
     "this server belongs to one user of this machine; the link that `make up` or `make ui` prints"
     " logs in\n"
@@ -98,8 +99,9 @@ def _unframed(send: Send) -> Send:
 
     async def framed(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message.setdefault("headers", [])
-            MutableHeaders(scope=message)["X-Frame-Options"] = "SAMEORIGIN"
+            # whatever its case: an application may not write names in lower case
+            others = [pair for pair in message.get("headers", ()) if pair[0].lower() != _FRAMED[0]]
+            message = {**message, "headers": [*others, _FRAMED]}
         await send(message)
 
     return framed

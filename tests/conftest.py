@@ -136,6 +136,9 @@ def of_all_processes(tmp_path_factory):
 
 
 def pytest_runtest_setup(item):
+    imported = sys.modules.get("torch")
+    if imported and imported.get_num_threads() != 1:
+        imported.set_num_threads(1)  # a command that ran in this process set its own number
     if item.get_closest_marker("gpu"):
         import torch
 

@@ -16,11 +16,11 @@ import pytest
 from botocore.exceptions import ClientError
 
 from agentgym.config import ConfigError
-from agentgym.store import bucket, s3
+from agentgym.store import bucket
 from agentgym.store.bucket import Bucket, StoreUnreachable, connect
 from agentgym.store.lease import Fenced
 from agentgym.store.manifest import ManifestError
-from agentgym.store.runstore import store_at
+from agentgym.store.runstore import RunStore, store_at
 from agentgym.store.s3 import S3Backend
 from tests.agentgym.store.steps import KEY, commit
 from tests.answering import Handler, http_server
@@ -127,7 +127,7 @@ def test_a_service_that_ignores_conditions_is_refused_before_a_lease_is_taken(s3
             "before-sign.s3.PutObject",
             lambda request, header=header, **_: request.headers.__delitem__(header),
         )
-        store = s3.RunStore(
+        store = RunStore(
             S3Backend(Bucket("tests", client), s3_uri.removeprefix("s3://tests/")), lease_ttl_s=30.0
         )
         with pytest.raises(
