@@ -1,4 +1,4 @@
-"""HTTP servers of a test, in a thread each."""
+"""HTTP servers for tests, one thread per server."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Reads JSON, sends an answer, and logs nothing."""
+    """HTTP handler that reads JSON, sends a response and logs nothing."""
 
     def read_json(self):
         return json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def http_server(handler):
-    """Yield the address of a server with this class of handlers."""
+    """Yield the URL of a server that uses this handler class."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
@@ -37,7 +37,7 @@ def http_server(handler):
 
 
 def closed_port():
-    """Return a port of this machine at which nobody listens."""
+    """Return a port of this machine on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

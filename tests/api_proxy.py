@@ -1,5 +1,5 @@
-"""Between a client and an API server, for tests: passes everything on, and on command has the
-server's bad days: too many requests, errors, watches that break or are too old, no answer at all.
+"""Proxy between a client and an API server, for tests. It forwards everything and, on command,
+fails: too many requests, server errors, broken or expired watches, no response at all.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REASONS = {409: "Conflict", 410: "Expired", 429: "TooManyRequests", 503: "Servic
 PASSED_ON = ("Authorization", "Content-Type", "Accept", "User-Agent")
 START_TIMEOUT_S = 60.0
 
-Which = Callable[[str, str], bool]  # of method and path with query
+Which = Callable[[str, str], bool]  # takes the method and the path with its query
 
 
 def any_request(method: str, path: str) -> bool:
@@ -38,21 +38,21 @@ def is_watch(method: str, path: str) -> bool:
 
 @dataclass
 class Fault:
-    """What so many of the requests that match get in place of an answer."""
+    """Error response for the next `times` requests that match."""
 
     status: int
     times: int
     which: Which
     retry_after_s: int | None = None
-    as_event: bool = False  # of a watch: 200, and the error in the stream
+    as_event: bool = False  # for a watch: status 200, with the error as an event in the stream
 
 
 class Proxy:
-    """Runs in a thread of its own from `start` to `stop`."""
+    """API proxy that runs in a thread from `start` to `stop`."""
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
         self.kubeconfig = folder / "kubeconfig"
-        self.asked: Counter[tuple[str, int]] = Counter()  # (method, status) -> answers
+        self.asked: Counter[tuple[str, int]] = Counter()  # (method, status) -> number of responses
         self._folder = folder
         self._config = yaml.safe_load(kubeconfig.read_text())
         self._cluster = self._config["clusters"][0]["cluster"]
@@ -73,15 +73,15 @@ class Proxy:
         retry_after_s: int | None = None,
         as_event: bool = False,
     ) -> None:
-        """The next so many requests that match are answered so, and never reach the server."""
+        """Answer the next `times` matching requests with this status; do not forward them."""
         self._faults.append(Fault(status, times, which, retry_after_s, as_event))
 
     def expire_watches(self, times: int, *, as_event: bool = True) -> None:
-        """Their version is too old: 410, as the server says it in a stream, or at once."""
+        """Answer watches with 410 (version too old), as an event in the stream or as the status."""
         self.fail(410, times, is_watch, as_event=as_event)
 
     def drop_watches(self) -> int:
-        """Breaks every open watch in the middle. Result: how many there were."""
+        """Abort every open watch. Return their number."""
 
         async def drop() -> int:
             dropped = list(self._watches)
@@ -97,14 +97,14 @@ class Proxy:
 
     @contextlib.contextmanager
     def away(self) -> Iterator[None]:
-        """Nobody listens, and what was open is broken."""
+        """Stop listening and abort open connections until the context ends."""
         self._do(self._shut())
         try:
             yield
         finally:
             self._do(self._listen())
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- start and stop --------------------------------------------------------------------------
 
     def start(self) -> None:
         self._thread.start()
@@ -165,7 +165,7 @@ class Proxy:
             each.force_close()
             if each.transport is not None:
                 each.transport.abort()
-        await asyncio.sleep(0)  # for them to hear of it
+        await asyncio.sleep(0)  # let their handlers see the abort
 
     async def _tear_down(self) -> None:
         await self._shut()

@@ -1,4 +1,4 @@
-"""Benchmarks as modules of tests."""
+"""Import benchmarks as modules in tests."""
 
 import importlib
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 
 def benchmark(name):
-    """Return the module benchmarks/{name}.py, which imports those beside it by their names."""
+    """Return the module benchmarks/{name}.py; it can import its sibling modules by name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
         return importlib.import_module(name)

@@ -1,5 +1,5 @@
-"""How the tests are run, and what many of them begin with: a tiny tokenizer and tiny models, real
-ones, a store, an MLflow database, a DVC project. Servers: tests/servers.py.
+"""Test setup and shared fixtures: a tiny tokenizer, tiny and real models, a store, an MLflow
+database, a DVC project. Servers: tests/servers.py.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ import pytest
 
 from tests.waiting import wait_until
 
-# a shell's background job ignores Ctrl-C, and so would every program the tests start and interrupt
+# a shell's background job ignores Ctrl-C, and every child process would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
-# nor is time spent on looking for garbage among what imports leave: agentgym/defaults.py
+# collect garbage less often: imports leave many live objects (agentgym/defaults.py)
 gc.set_threshold(100_000, 50, 100)
 
-# nor on making the code of Java processes fast that a test ends after a few games
+# Java processes end after a few games: do not spend time on optimized code
 os.environ.setdefault("JAVA_TOOL_OPTIONS", "-XX:TieredStopAtLevel=1")
 
 pytest_plugins = ["tests.deadlines", "tests.servers"]
@@ -41,7 +41,7 @@ TEXTS = [
 ] * 3
 
 
-# fixtures and rooms whose tests start processes, train or open a browser: not of `make quick`
+# fixtures and folders whose tests start processes, train or open a browser: not in `make quick`
 INTEGRATION = {
     "chromium",
     "dvc_project",
@@ -61,13 +61,13 @@ SUITE = ROOT / "docs/results/suite.json"
 
 
 def pytest_sessionfinish():
-    """Pytest and then Python would look for garbage among all that tests left, seconds of it."""
+    """Freeze the heap: pytest and Python would spend seconds on garbage collection at exit."""
     gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
-    """Run a test that is a coroutine in a loop of its own."""
+    """Run a coroutine test in a new event loop."""
     if inspect.iscoroutinefunction(pyfuncitem.obj):
         arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
         asyncio.run(pyfuncitem.obj(**arguments))
@@ -77,10 +77,10 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Of several test processes one gets a whole file: its tests share what they prepare."""
+    """Give whole files to test processes, because a file's tests share fixtures."""
     from xdist.scheduler import LoadScopeScheduling
 
-    config.option.loadscopereorder = False  # by the number of tests
+    config.option.loadscopereorder = False  # it would order files by their number of tests
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid):
@@ -94,15 +94,15 @@ def file_of(nodeid):
 
 
 def group_of(nodeid):
-    """The tests that one process runs: of a file, or of a folder that shares a Java process."""
+    """Return the file, or the folder that shares a Java process, whose tests run in one process."""
     return next((folder for folder in SHARING if nodeid.startswith(folder)), file_of(nodeid))
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks select
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config, items):
-    """Marks what starts processes or trains, and has what takes longest begin first where several
-    processes share the work: none is left to one of them at the end. Of those that wait for one
-    finished run, a single one is among the first: the others would wait beside it.
+    """Mark tests that start processes or train as integration tests, and order the longest first if
+    several processes share the work. Of tests that need one finished run, only one is among the
+    first: the others would wait for it.
     """
     if named := [item.nodeid for item in items if " at 0x" in item.nodeid]:
         raise pytest.UsageError(f"a test's name differs between processes: {named[0]}")
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(config, items):
         measured = json.loads(SUITE.read_text())["test"]["files"]
         seconds = dict.fromkeys((group_of(item.nodeid) for item in items), 1.0)
         known = set(map(group_of, measured))
-        for item in items:  # what starts processes and was not measured yet may take long
+        for item in items:  # a new integration test has no measured time: assume that it is long
             if item.get_closest_marker("integration") and group_of(item.nodeid) not in known:
                 seconds[group_of(item.nodeid)] = 60.0
         for file, each in measured.items():
@@ -129,7 +129,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def of_all_processes(tmp_path_factory):
-    """A folder of all test processes."""
+    """Return the folder that all test processes share."""
     own = tmp_path_factory.getbasetemp()
     shares = "PYTEST_XDIST_WORKER" in os.environ or "AGENTGYM_TEST_SHARED" in os.environ
     return own.parent if shares else own
@@ -138,7 +138,7 @@ def of_all_processes(tmp_path_factory):
 def pytest_runtest_setup(item):
     imported = sys.modules.get("torch")
     if imported and imported.get_num_threads() != 1:
-        imported.set_num_threads(1)  # a command that ran in this process set its own number
+        imported.set_num_threads(1)  # a command that ran in this process may have changed it
     if item.get_closest_marker("gpu"):
         import torch
 
@@ -148,8 +148,8 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(scope="session")
 def once(of_all_processes):
-    """once(name, build) -> the folder that build(folder) filled, by whichever of the test
-    processes came first. Copy it, leave it whole.
+    """once(name, build) -> the folder that build(folder) filled, in the first test process that
+    needed it. Copy the folder; do not change it.
     """
 
     def make(name, build):
@@ -158,7 +158,7 @@ def once(of_all_processes):
         with (shared / f"once-{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not done.exists():
-                shutil.rmtree(folder, ignore_errors=True)  # of one that failed
+                shutil.rmtree(folder, ignore_errors=True)  # left by a failed build
                 folder.mkdir()
                 build(folder)
                 done.touch()
@@ -170,15 +170,15 @@ def once(of_all_processes):
 def _stands_still(pid):
     try:
         stats = [stat.read_text() for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
-    except OSError:  # of a thread that ended
+    except OSError:  # the thread has ended
         return False
     return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in stats)
 
 
 @pytest.fixture(scope="session")
 def stand_still():
-    """stand_still(pid, SIGSTOP or SIGKILL): stop or end that process, and come back when each of
-    its threads has. They do so one after another: on a busy machine one may well answer after it.
+    """stand_still(pid, SIGSTOP or SIGKILL): send the signal and wait until all threads stopped.
+    On a busy machine a thread may still run for a while after the signal.
     """
 
     def stop(pid, number=signal.SIGSTOP):
@@ -190,7 +190,7 @@ def stand_still():
 
 @pytest.fixture(scope="session")
 def keep(tmp_path_factory):
-    """keep(snapshot or {name: bytes}, more) -> (store, the manifest of a commit of that)."""
+    """keep(snapshot or {name: bytes}, more) -> (store, manifest of a commit with this content)."""
     from agentgym.store.runstore import StorePlace, store_at
 
     def commit(content, files=None):
@@ -215,7 +215,7 @@ def keep(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def content():
-    """content(learner) -> the files of a commit of it, whole, by name."""
+    """content(learner) -> {name: bytes} of the files of its snapshot."""
     return lambda learner: {
         name: b"".join(file.pieces()) for name, file in learner.snapshot().files.items()
     }
@@ -223,8 +223,8 @@ def content():
 
 @pytest.fixture(scope="session")
 def stored(keep):
-    """stored(snapshot, model, or {name: bytes}) -> {name: StoredTensors} of a commit of that; of
-    a model its weights alone, not in a mapping.
+    """stored(snapshot, model, or {name: bytes}) -> {name: StoredTensors} of a commit with this
+    content. A model gives its weights only, without a mapping.
     """
     from agentgym.models import checkpoint
     from agentgym.models.model import weights_of
@@ -255,7 +255,7 @@ def stored(keep):
 
 @pytest.fixture(scope="session")
 def empty_ledger(once):
-    """An MLflow database without runs: its tables take MLflow a second, so tests copy it."""
+    """Return an MLflow database without runs. MLflow creates its tables in a second: copy it."""
     from agentgym.tracking.mlflow import Tracker
 
     def build(folder):
@@ -264,7 +264,7 @@ def empty_ledger(once):
     return once("ledger", build) / "mlflow.db"
 
 
-ARTIFACTS = (  # where MLflow says that one lies
+ARTIFACTS = (  # columns of MLflow's database that contain paths of artifacts
     ("experiments", "artifact_location"),
     ("runs", "artifact_uri"),
     ("logged_models", "artifact_location"),
@@ -274,8 +274,8 @@ ARTIFACTS = (  # where MLflow says that one lies
 
 
 def forget_artifacts():
-    """Make MLflow look again where a run's artifacts lie: it caches that by the run's id, which
-    copies of a folder share.
+    """Clear MLflow's cache of artifact locations: its key is the run's id, which copies of a folder
+    share.
     """
     if mlflow := sys.modules.get("mlflow.tracking._tracking_service.utils"):
         mlflow._artifact_repos_cache.clear()
@@ -283,8 +283,8 @@ def forget_artifacts():
 
 @pytest.fixture(scope="session")
 def move_artifacts():
-    """move_artifacts(database, old, new): the MLflow database of a copied folder names the
-    artifacts of the copy. Otherwise a run that goes on in the copy writes into the original.
+    """move_artifacts(database, old, new): change the artifact paths in a copied MLflow database.
+    Otherwise a run resumed in the copy would write into the original.
     """
 
     def move(database, old, new):
@@ -342,7 +342,7 @@ def make_model(tokenizer):
 
 @pytest.fixture(scope="session")
 def plain():
-    """plain(model) -> the same weights under Hugging Face's own attention."""
+    """plain(model) -> a copy of the model with Hugging Face's standard attention."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -350,7 +350,7 @@ def plain():
 
     def make(model):
         with torch.random.fork_rng():
-            config = copy.deepcopy(model.config)  # from_config writes the attention into it
+            config = copy.deepcopy(model.config)  # from_config changes its argument
             twin = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval()
         load_weights(twin, weights_of(model))
         return twin
@@ -360,8 +360,8 @@ def plain():
 
 @pytest.fixture(scope="session")
 def gold():
-    """gold(env, task, options) -> (what is shown at reset, [(action, result), ...]) of an
-    episode an expert plays alone.
+    """gold(env, task, options) -> (first observation, [(action, result), ...]) of an episode that
+    the expert plays.
     """
     from envs.registry import load_spec
 
@@ -401,7 +401,7 @@ def empty_dvc_project(once):
 
 @pytest.fixture
 def dvc_project(empty_dvc_project, tmp_path, monkeypatch):
-    """The working directory: an empty DVC project, with a home of its own."""
+    """Change to an empty DVC project whose folder has its private home; return the project."""
     folder = shutil.copytree(empty_dvc_project, tmp_path / "project")
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -410,8 +410,8 @@ def dvc_project(empty_dvc_project, tmp_path, monkeypatch):
 
 @pytest.fixture
 def install(tmp_path, monkeypatch):
-    """install(module, source, group, name, value) -> its file: a package of one module, whose
-    entry point `name` of that group is `value`.
+    """install(module, source, group, name, value) -> the file of an installed package with one
+    module, whose entry point `name` in that group is `value`.
     """
     from agentgym.store.keys import source_digest
 

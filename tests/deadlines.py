@@ -1,8 +1,8 @@
-"""Every test ends, also one that failed, and one that no signal ends.
+"""Every test ends, also after a failure, and also if it ignores signals.
 
-pytest-timeout gives up a test's deadline when the test fails, so that a debugger may look at it;
-what then takes the test's things apart may wait forever for what the failure left. And its signal
-is for Python: a call in C that does not come back is ended with its process.
+pytest-timeout drops a test's deadline when the test fails, so that a debugger can inspect it; the
+teardown may then wait forever. Its signal only reaches Python: if a call in C does not return, the
+process must be killed.
 """
 
 import faulthandler
@@ -10,7 +10,7 @@ import faulthandler
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
-SLACK_S = 60.0  # after the deadline, for a test that takes itself apart
+SLACK_S = 60.0  # after the deadline, for a test that fails and tears down
 _SETTINGS = pytest.StashKey()
 
 
@@ -29,6 +29,6 @@ def pytest_timeout_cancel_timer():
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node):
-    """After pytest-timeout, which cancels it here."""
+    """Set the deadline again: pytest-timeout has canceled it before this hook."""
     if _SETTINGS in node.stash and not node.config.option.usepdb:
         node.ihook.pytest_timeout_set_timer(item=node, settings=node.stash[_SETTINGS])

@@ -1,4 +1,4 @@
-"""The built-in engine as one that a host process can run, for tests without vLLM."""
+"""A built-in engine that a host process can run, for tests without vLLM."""
 
 import os
 import subprocess
@@ -10,10 +10,10 @@ from agentgym.rollouts.policies.torch import TorchPolicy
 
 
 class HostedTorch(TorchPolicy):
-    """Begins with random weights, as vLLM does, and has a process beside it."""
+    """Engine that starts with random weights, as vLLM does, and runs a child process."""
 
     repeats_draws = False
-    started = 0  # times, in this process
+    started = 0  # number of starts in this process
 
     @classmethod
     def start(cls, settings, folder):
@@ -52,7 +52,7 @@ class HostedTorch(TorchPolicy):
 
 
 def checkpoint():
-    """A tiny model and its tokenizer, where there are no fixtures."""
+    """Return a tiny model and its tokenizer, for code that cannot use fixtures."""
     from agentgym.config import ModelConfig
     from agentgym.models.checkpoint import new_checkpoint
     from agentgym.models.model import new_model, train_tokenizer

@@ -1,4 +1,4 @@
-"""The steps of a run that go before its first stage."""
+"""Steps of a run before its first stage."""
 
 BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 BEFORE_AND_EVALUATED = (

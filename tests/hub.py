@@ -1,5 +1,5 @@
-"""A stand-in for the Hugging Face Hub: a dataset's git repository over HTTP, large files by Git
-LFS, on the loopback.
+"""A stand-in for the Hugging Face Hub on loopback: a dataset's git repository over HTTP, with large
+files by Git LFS.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:{}\nsize {}\n"
 
 
 class Hub:
-    """Commits files to a repository; a server of `answers()` at `origin` gives them out."""
+    """Dataset repository with commits, served by a server with the handlers `answers()`."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -26,7 +26,7 @@ class Hub:
         self.git("init", "-q", "-b", "main")
 
     def answers(self):
-        """Return the class of its server's handlers."""
+        """Return the handler class for its server."""
         hub = self
 
         class Answers(Handler):
@@ -91,7 +91,7 @@ class Hub:
         ).stdout.strip()
 
     def commit(self, files: dict[str, bytes], large: tuple[str, ...] = ()) -> str:
-        """The new commit's id. Files named in `large` are kept by LFS."""
+        """Commit files; those in `large` are stored by LFS. Return the new commit's id."""
         for name, content in files.items():
             path = self.repository / name
             path.parent.mkdir(parents=True, exist_ok=True)

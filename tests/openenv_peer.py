@@ -1,9 +1,9 @@
-"""OpenEnv's own client and server, for the tests; run with its package on the path, see
+"""OpenEnv's client and server, for the tests; run it with that package on the path, see
 `tests/openenv.txt`.
 
-`openenv_peer.py play` reads what to play from stdin and writes what was shown to stdout.
+`openenv_peer.py play` reads the moves from stdin and writes the observations to stdout.
 `openenv_peer.py serve NAME PORT_FILE MOST` serves one of our simulators through OpenEnv's server,
-MOST at once.
+at most MOST sessions at once.
 """
 
 import asyncio

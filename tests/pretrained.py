@@ -10,5 +10,5 @@ AS_TINY = (
     "warm_start.optimizer.lr=2e-3",
     "warm_start.batch_size=16",
     "evaluation.num_items=8",
-    "alarms.no_success=off",  # of random weights
+    "alarms.no_success=off",  # the weights are random
 )

@@ -1,5 +1,5 @@
-"""A copy of this repository with a run small enough for a test, as a user would have cloned it: the
-fixtures of tests/flows and tests/newcomer.
+"""A clone of this repository with a run small enough for a test: fixtures of tests/flows and
+tests/newcomer.
 """
 
 import contextlib
@@ -34,11 +34,11 @@ TINY = {
     "rollout": {"items_per_step": 4, "group_size": 4},
     "horizon": {"stage_steps": [1, 1, 2]},
     "validation": {"every": 2, "num_items": 4},
-    "alarms": {"min_entropy": 10.0},  # a limit that every step breaks
+    "alarms": {"min_entropy": 10.0},  # every step violates this limit
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
     "gate": {"min_success": 0.0},
 }
-SHORT_RUN = (  # overrides of a run whose training is one optimizer step
+SHORT_RUN = (  # overrides for a run with one optimizer step
     *("rollout.items_per_step=2", "horizon.kind=fixed", "horizon.max_turns=[4]"),
     *("horizon.stage_steps=[1]", "validation.every=0"),
     *("evaluation.num_items=2", "evaluation.num_samples=1", "evaluation.k=[1]"),
@@ -52,8 +52,8 @@ class TaskRun(NamedTuple):
 
 
 class Project:
-    """A clone and the commands typed in it. Those of `agentgym` run in this process, unless
-    `is_separate`; all others in one of their own.
+    """A clone and commands in it. `agentgym` commands run in this process, unless
+    `is_separate`; all others in a new one.
     """
 
     is_separate = False
@@ -68,7 +68,7 @@ class Project:
         self.environment = {
             **inherited,
             "HOME": str(home),
-            "PWD": str(folder),  # as a shell has it; prefect.yaml reads it
+            "PWD": str(folder),  # set by a shell; prefect.yaml reads it
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "COLUMNS": "120",
         }
@@ -87,7 +87,7 @@ class Project:
         )
 
     def call(self, main, *words):
-        """Return the end of a command that runs in this process, by its main function."""
+        """Run a command's main function in this process. Return it completed."""
         out, err = io.StringIO(), io.StringIO()
         with contextlib.ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
@@ -96,7 +96,7 @@ class Project:
                 patch.setenv(name, value)
             stack.callback(logging.root.setLevel, logging.root.level)
             stack.callback(signal.signal, signal.SIGTERM, signal.getsignal(signal.SIGTERM))
-            patch.setattr(logging.root, "handlers", [])  # it logs to its own stderr
+            patch.setattr(logging.root, "handlers", [])  # the command logs to the patched stderr
             patch.setattr(sys, "stdin", stack.enter_context(open(os.devnull)))
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
@@ -111,7 +111,7 @@ class Project:
         return self.run("python", "-m", "flows.pipeline", *overrides)
 
     def start(self, *command):
-        """Start a process of its own, whose errors go where its output goes."""
+        """Start a process with stderr redirected to its stdout."""
         return subprocess.Popen(
             command,
             cwd=self.folder,
@@ -122,8 +122,8 @@ class Project:
         )
 
     def manifests(self):
-        """{path: bytes} of every commit of a step in the store; what runs were asked for is
-        none.
+        """{path: bytes} of every commit of a step in the store, without the manifests of runs'
+        requests.
         """
         return {
             path: path.read_bytes()
@@ -132,7 +132,7 @@ class Project:
         }
 
     def task_runs(self):
-        """name -> its task run, as Prefect's database has it."""
+        """Return {name: task run} from Prefect's database."""
         database = self.folder / ".agentgym/prefect/prefect.db"
         with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
             rows = connection.execute(
@@ -152,14 +152,14 @@ class Project:
         }
 
     def told_in_prefect(self, table, column):
-        """All texts of a column of Prefect's database."""
+        """Return all texts of a column of Prefect's database."""
         database = self.folder / ".agentgym/prefect/prefect.db"
         with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
             return [text for (text,) in connection.execute(f"select {column} from {table}")]
 
     def exported_model(self):
-        """The registered model as an ordinary folder, as a user would have one: a copy, for of a
-        version every file has a digest.
+        """Copy the registered model to an ordinary folder, as a user would have one: every file of
+        a registered version has a digest.
         """
         found = sorted((self.folder / ".agentgym/mlflow-artifacts").rglob("config.json"))
         model = found[0].parent
@@ -170,7 +170,7 @@ class Project:
         return place
 
     def processes(self):
-        """Command lines of everything that runs in this project."""
+        """Return the command lines of all processes in this project."""
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -205,7 +205,7 @@ def clone(folder: Path) -> Project:
 
 
 def mark_delivered(folder: Path) -> None:
-    """MLflow has all of a copied run: its database was copied too, but marks name its place."""
+    """Mark a copied run as delivered to MLflow: the marks contain the original path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(pipeline_run, "deliver_step", lambda *_, **__: None)
@@ -217,13 +217,13 @@ def mark_delivered(folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def make_clone():
-    """make_clone(folder) -> a clone, for fixtures of a module's own."""
+    """make_clone(folder) -> a clone, for fixtures of test modules."""
     return clone
 
 
 @pytest.fixture(scope="session")
 def copied(move_artifacts):
-    """copied(folder, place) -> a clone's own copy."""
+    """copied(folder, place) -> a copy of the clone in `folder`."""
 
     def copy(folder: Path, place: Path) -> Project:
         project = Project(place / "project", place / "home")
@@ -239,8 +239,8 @@ def copied(move_artifacts):
 
 @pytest.fixture(scope="session")
 def made_databases(once, empty_ledger):
-    """made_databases(project): those of Prefect and MLflow that a clone lacks are there, without
-    content; to make their tables takes the two nine seconds.
+    """made_databases(project): add empty databases of Prefect and MLflow if they are missing;
+    Prefect and MLflow take nine seconds to create them.
     """
 
     def build(folder):
@@ -263,13 +263,13 @@ def made_databases(once, empty_ledger):
 
 @pytest.fixture
 def fresh(copied, once, tmp_path):
-    """A clone in which nothing ran."""
+    """Return a clone without a run."""
     return copied(once("clone", clone), tmp_path)
 
 
 @pytest.fixture
 def pulled(copied, once, tmp_path):
-    """A clone with the dataset, in which nothing else ran."""
+    """Return a clone with the dataset, without a run."""
 
     def build(folder):
         assert clone(folder).run("dvc", "pull").returncode == 0
@@ -278,7 +278,7 @@ def pulled(copied, once, tmp_path):
 
 
 def finished_project(copied, once, place: Path) -> Project:
-    """A copy of a clone in which the pipeline ran once; its `first` is what that printed."""
+    """Copy a clone in which the pipeline ran once; `first` is the completed command."""
 
     def build(folder):
         first = clone(folder).pipeline()
@@ -295,5 +295,5 @@ def finished_project(copied, once, place: Path) -> Project:
 
 @pytest.fixture(scope="session")
 def finished(copied, once, tmp_path_factory):
-    """A finished project. Tests that change it must change it back."""
+    """Return a finished project. Tests that change it must restore it."""
     return finished_project(copied, once, tmp_path_factory.mktemp("finished"))

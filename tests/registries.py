@@ -1,4 +1,4 @@
-"""A registered model on a real MLflow, whose versions solved as many items as a test says."""
+"""A registered model on a real MLflow, whose versions solved as many items as a test chooses."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ RULES = GateConfig()
 
 
 class Registry:
-    """A registered model of one's own, whose versions solved so many of 200 items."""
+    """Registered model whose versions solved given numbers of 200 items."""
 
     def __init__(self, tracker, folder, name):
         self.tracker, self.name = tracker, name

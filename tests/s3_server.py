@@ -1,5 +1,5 @@
 """An S3 server for the tests: moto, one request at a time, because moto checks a condition and
-acts on it in two steps.
+writes in two steps.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""What programs of this project speak to, started for real: clusters, MLflow, Postgres, S3, a Hub,
-OpenEnv, environment servers; and what of them a machine must have.
+"""Real servers for tests: clusters, MLflow, Postgres, S3, a Hub, OpenEnv, environment servers; and
+checks for the programs that they need.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def skip_without(find):
-    """Skips where `find` raises ValueError, unless everything must run."""
+    """Skip the test if `find` raises ValueError; raise it if AGENTGYM_TEST_ALL is set."""
     try:
         find()
     except ValueError as error:
@@ -52,10 +52,10 @@ def chromium():
 
 @pytest.fixture(scope="session")
 def kubeconfig(tmp_path_factory):
-    """The kubeconfig of a real API server: that of AGENTGYM_TEST_KUBECONFIG, or of a control plane
-    that the script AGENTGYM_TEST_CONTROL_PLANE starts (`up FOLDER`, `down FOLDER`). It has one
-    hollow node: of several that start in the same instant two can get the same container runtime,
-    and each ends the other's pods.
+    """Yield the kubeconfig of a real API server: AGENTGYM_TEST_KUBECONFIG, or a control plane that
+    the script AGENTGYM_TEST_CONTROL_PLANE starts (`up FOLDER`, `down FOLDER`). It has only one
+    hollow node: if several start at once, two can get the same container runtime, and each ends the
+    other's pods.
     """
     given = os.environ.get("AGENTGYM_TEST_KUBECONFIG")
     script = os.environ.get("AGENTGYM_TEST_CONTROL_PLANE")
@@ -75,7 +75,7 @@ def kubeconfig(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def kubectl(kubeconfig):
-    """kubectl(*arguments, objects or raw) -> what it prints; those are sent to its input."""
+    """kubectl(*arguments, objects or raw) -> its output; objects or raw are its input."""
     from agentgym.deploy.manifests import find_kubectl
 
     def call(*arguments, objects=None, raw=None):
@@ -98,7 +98,7 @@ def kubectl(kubeconfig):
 
 @pytest.fixture
 def api_proxy(kubeconfig, tmp_path):
-    """A `tests/api_proxy.py` Proxy of the API server; its `kubeconfig` leads through it."""
+    """Yield a Proxy (`tests/api_proxy.py`) of the API server; its `kubeconfig` leads through it."""
     from tests.api_proxy import Proxy
 
     proxy = Proxy(kubeconfig, tmp_path)
@@ -109,11 +109,11 @@ def api_proxy(kubeconfig, tmp_path):
 
 @pytest.fixture(scope="session")
 def real_nodes(kubeconfig, kubectl, tmp_path_factory):
-    """real_nodes(*names, **flags of tests/k8s/node) -> a context: nodes that run containers for
-    real, {"gateway": this machine's address for their pods, "nodes": {name: process}}.
+    """real_nodes(*names, **flags of tests/k8s/node) -> a context: nodes that really run containers,
+    {"gateway": this machine's address for their pods, "nodes": {name: process}}.
 
-    Pods go there and nowhere else meanwhile. Skips where nodes are other than hollow: somebody's
-    own cluster has nodes, and these would be none of it.
+    Meanwhile, pods only run there. Skips if the cluster has nodes that are not hollow: it is a
+    user's cluster, and pods would run on the user's nodes.
     """
     from agentgym.deploy.owned import owned_process, tail
 
@@ -148,7 +148,7 @@ def real_nodes(kubeconfig, kubectl, tmp_path_factory):
                 yield json.loads((folder / "nodes.json").read_text())
         finally:
             lost = set(kubectl("get", "nodes", "--output=name").split()) - set(hollow)
-            if lost:  # nobody was left to remove them
+            if lost:  # a killed node has not removed its object
                 kubectl("delete", *lost)
             kubectl("uncordon", *hollow)
 
@@ -157,8 +157,8 @@ def real_nodes(kubeconfig, kubectl, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def mlflow_process():
-    """mlflow_process(folder, *words) -> the address of `mlflow WORDS`, once it answers at `health`;
-    `PORT` in a word is its port. host: the name in that address; more: of its environment.
+    """mlflow_process(folder, *words) -> the address of `mlflow WORDS`, once `health` responds.
+    `PORT` in a word becomes its port. host: host of that address; more: environment variables.
     """
     from agentgym.deploy.owned import owned_process, tail
 
@@ -168,7 +168,7 @@ def mlflow_process():
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
         command = [sys.executable, "-m", "mlflow", *(word.replace("PORT", port) for word in words)]
-        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # uvicorn, by its name
+        programs = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # mlflow starts uvicorn
         env = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PATH": programs, **more}
         with owned_process(command, log_path=folder / "mlflow.log", env=env) as process:
             address, deadline = f"http://{host}:{port}", time.monotonic() + timeout_s
@@ -180,14 +180,14 @@ def mlflow_process():
                 assert time.monotonic() < deadline, tail(folder / "mlflow.log")
                 time.sleep(0.2)
             yield address
-            os.killpg(process.pid, signal.SIGKILL)  # it would wait for connections of ours
+            os.killpg(process.pid, signal.SIGKILL)  # on SIGTERM it would wait for our connections
 
     return started
 
 
 @pytest.fixture(scope="session")
 def mlflow_server(mlflow_process):
-    """mlflow_server(folder, *words) -> the address of a server of the folder's database."""
+    """mlflow_server(folder, *words) -> the address of a server with the folder's database."""
 
     @contextmanager
     def started(folder, *words, **more):
@@ -201,7 +201,7 @@ def mlflow_server(mlflow_process):
 
 @pytest.fixture(scope="session")
 def postgres(tmp_path_factory):
-    """A Postgres on loopback, for databases of one's own."""
+    """Yield a Postgres server on loopback, in which tests make databases."""
     import psycopg2
 
     from agentgym.deploy.owned import owned_process, tail
@@ -216,7 +216,7 @@ def postgres(tmp_path_factory):
 
     skip_without(check)
     folder = tmp_path_factory.mktemp("postgres")
-    for each in (folder, *folder.parents):  # its account has to get there
+    for each in (folder, *folder.parents):  # the server's account needs access
         if each.is_relative_to("/tmp") and each != Path("/tmp"):
             each.chmod(each.stat().st_mode | 0o011)
     shutil.chown(folder, "postgres")
@@ -246,7 +246,7 @@ class Postgres:
         self.port = port
 
     def made(self, database, driver=""):
-        """The URL of a new database."""
+        """Create a database. Return its URL."""
         self.query("postgres", f"create database {database}")
         return f"postgresql{driver}://postgres@127.0.0.1:{self.port}/{database}"
 
@@ -262,7 +262,7 @@ class Postgres:
 
 @pytest.fixture(scope="session")
 def s3_endpoint(tmp_path_factory):
-    """URL of a running S3 server (moto); it ends with the tests, however they end."""
+    """Yield the URL of an S3 server (moto), which ends with the tests, even if killed."""
     from agentgym.deploy.owned import owned_process
 
     folder = tmp_path_factory.mktemp("s3")
@@ -278,12 +278,12 @@ def s3_endpoint(tmp_path_factory):
 
 @pytest.fixture
 def s3_uri(s3_endpoint, monkeypatch, tmp_path):
-    """s3://bucket/prefix of an empty place on that server; the environment names the server, as
-    AWS programs read it.
+    """s3://bucket/prefix of an empty location on that server; the AWS variables point to the
+    server.
     """
     import boto3
 
-    (tmp_path / "aws").touch()  # nobody's own settings
+    (tmp_path / "aws").touch()  # hide the user's settings
     for name, value in {
         "AWS_ENDPOINT_URL": s3_endpoint,
         "AWS_ACCESS_KEY_ID": "test",
@@ -299,10 +299,10 @@ def s3_uri(s3_endpoint, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def openenv(request):
-    """openenv(*arguments) -> command and environment of `openenv_peer.py`, in a process whose path
-    has OpenEnv's package.
+    """openenv(*arguments) -> command and environment of `openenv_peer.py`, with OpenEnv's package
+    on the path.
 
-    It is installed once, where everything must run; elsewhere its tests are skipped.
+    The package is installed once if AGENTGYM_TEST_ALL is set; otherwise its tests are skipped.
     """
     needed = Path(__file__).with_name("openenv.txt")
     folder = (
@@ -326,7 +326,7 @@ def openenv(request):
             str(needed),
         ]
         subprocess.run(install, check=True, timeout=240)
-        with contextlib.suppress(OSError):  # another process has been faster
+        with contextlib.suppress(OSError):  # another process was faster
             partial.rename(folder)
 
     def command(*arguments):
@@ -338,7 +338,7 @@ def openenv(request):
 
 @pytest.fixture
 def hub(tmp_path):
-    """A `tests/hub.py` Hub without commits."""
+    """Yield a Hub (`tests/hub.py`) without commits."""
     from tests.hub import Hub
 
     made = Hub(tmp_path / "hub")
@@ -348,8 +348,8 @@ def hub(tmp_path):
 
 @pytest.fixture(scope="session")
 def serving():
-    """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback,
-    in a thread; env: a name or an EnvSpec.
+    """serving(env, options, **settings) -> (endpoint, sessions) of a real server on loopback, in a
+    thread; env: a name or an EnvSpec.
     """
     import uvicorn
 

@@ -33,7 +33,7 @@ def script():
 
 @pytest.fixture(scope="module")
 def pulled(tmp_path_factory):
-    """A copy of what git tracks of the data, after `dvc pull`."""
+    """Copy the tracked part of the data and run `dvc pull`. Return the copy."""
     copy, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
     (copy / ".dvc").mkdir()
     (copy / "data").mkdir()
@@ -51,7 +51,7 @@ def pulled(tmp_path_factory):
         name: value for name, value in os.environ.items() if not name.startswith(("DVC_", "XDG_"))
     } | {
         "HOME": str(home),
-        # a proxy that refuses: a pull that asked the network would fail
+        # a proxy that refuses connections: a pull must not use the network
         **dict.fromkeys(
             ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
         ),
@@ -71,8 +71,8 @@ def test_dvc_pull_restores_the_dataset_in_a_fresh_clone(pulled):
 
 
 def test_no_task_stands_twice_in_the_lists_and_every_id_names_one(pulled, script):
-    """By what the environments say of themselves, each as it is by default; an id that names
-    none raises.
+    """Tasks are identified by the environments with default options, which raise for an unknown
+    id.
     """
     for env in script.SIZES:
         identity = script._identity(env)
@@ -114,7 +114,7 @@ def test_data_validate_compares_the_tasks_of_all_five_environments(pulled, scrip
         line.partition(":")[0] for line in ended.stdout.splitlines() if "sha256" in line
     ] == list(script.SIZES)
     warnings = [line for line in ended.stdout.splitlines() if line.startswith("warning: ")]
-    assert all("the published list has" in line for line in warnings), warnings  # by design
+    assert all("the published list has" in line for line in warnings), warnings  # intended
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_embedded_remote_holds_the_stand_in_and_nothing_else(pulled):
 def test_babyai_has_items_for_the_pipeline_s_evaluation(pulled):
     splits = load_splits(pulled / DATASET, "babyai", validation_fraction=0.1, seed=0)
     assert (len(splits.train) + len(splits.validation), len(splits.test)) == (1536, 600)
-    # two levels alternate by index: neither is rare in any prefix a run takes
+    # two levels alternate by index: neither is rare in a prefix that a run uses
     for items in (splits.train, splits.validation[:64], splits.test[:512]):
         assert 0.35 < sum(item.task_id % 2 for item in items) / len(items) < 0.65
 

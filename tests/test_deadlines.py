@@ -1,4 +1,4 @@
-"""A test that failed, and one that hangs where no signal reaches, end and are named."""
+"""A failed test, and one that hangs where signals have no effect, end and are named."""
 
 import sys
 from pathlib import Path

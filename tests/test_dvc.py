@@ -1,4 +1,4 @@
-"""Data goes to a remote and comes back whole, and what DVC keeps is out of others' reach."""
+"""Data goes to a remote and comes back complete, and other users cannot read DVC's files."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ def test_a_tracked_dataset_goes_to_a_remote_and_comes_back_whole(
 def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_imported(
     hub, dvc_project, tmp_path
 ):
-    """Its licence forbids to hand it on, and a remote inside a repository is handed on with it."""
+    """The license forbids redistribution, and a remote inside the repository is distributed."""
     sha = hub.commit({"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"})
     folder = import_dataset(hub.url, sha, Path("data/lists")).path
     before = content(folder)
@@ -83,7 +83,7 @@ def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_im
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 def test_another_user_reaches_nothing_that_dvc_unpickles(empty_dvc_project):
     with tempfile.TemporaryDirectory() as place:
-        Path(place).chmod(0o755)  # unlike pytest's own folders, others may enter
+        Path(place).chmod(0o755)  # other users may enter, unlike pytest's folders
         folder = shutil.copytree(empty_dvc_project, Path(place, "project"))
         (folder / "numbers.txt").write_text("1 2 3")
         environment = {

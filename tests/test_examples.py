@@ -1,4 +1,4 @@
-"""The loop alone learns the default task."""
+"""The training loop, without the services, learns the default task."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.completed import completed
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
-# runs the example and says which of these were imported
+# runs the example and prints which of these modules were imported
 DRIVER = """
 import runpy, sys
 sys.argv = ["examples/rl_loop.py", *sys.argv[1:]]
@@ -54,7 +54,7 @@ def test_the_loop_in_one_file_learns_the_default_task_without_prefect_store_or_m
     assert len(re.findall(r"^step +\d+  max_turns", done.stdout, re.M)) == steps
     start, end = _ends(done.stdout)
     assert gain is None or end - start > gain, done.stdout
-    # the environment servers' log, and nothing that a run would keep
+    # only the environment servers' log; no store and no MLflow
     assert {path.name for path in (tmp_path / "state").iterdir()} == {"logs"}
 
 

@@ -1,4 +1,4 @@
-"""The house stays in order: what benchmarks/house.py counts is bounded, and the drawing is true."""
+"""Bounds on the measures of benchmarks/house.py, and a check of the architecture diagram."""
 
 import re
 import tomllib
@@ -10,8 +10,8 @@ from tests.benched import benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWING = (ROOT / "docs/architecture.md").read_text()
-# read from top to bottom as one thing, so that more than 60 lines are easier than pieces; the
-# number is the most that each may have
+# functions longer than 60 lines that are easier to read as a whole, with their maximal number of
+# lines
 LONG = {
     "agentgym/audit/__init__.py audit": 82,
     "agentgym/audit/episodes.py check_tokens": 66,
@@ -45,7 +45,7 @@ def test_no_line_is_too_wide(found):
 
 
 def test_all_text_that_is_read_or_written_names_its_encoding(found, house):
-    """A locale such as C would garble a tokenizer, and an audit elsewhere fails on it."""
+    """With a locale such as C, a tokenizer would be garbled and an audit elsewhere would fail."""
     assert found.no_encodings == []
     bad = """
 open(name)
@@ -115,7 +115,7 @@ def test_no_code_asks_what_a_step_is_called():
     assert asks.search('record.name == "register"')
 
 
-# lines of Python; the most that each folder may have
+# upper bounds on the lines of Python in each folder
 SIZES = {
     "agentgym": 49_700,
     "benchmarks": 11_150,
@@ -146,7 +146,7 @@ def test_few_files_of_different_folders_have_one_name(found, house):
 
 
 def test_lines_of_a_renamed_file_are_moved(house, monkeypatch):
-    """Of ten lines one changed as the file moved; git lists two paths of a renamed file."""
+    """One of ten lines changed as the file moved; git lists two paths for a renamed file."""
     listed = {"--no-renames": "\0".join(["10\t0\tb/x.py", "0\t10\ta/x.py", ""])}
     renamed = "1\t1\t\0a/x.py\0b/x.py\0"
     monkeypatch.setattr(house, "git", lambda *words: listed.get(words[3], renamed))

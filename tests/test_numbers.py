@@ -1,8 +1,8 @@
-"""Numbers of the documents are results, read off the file they come from; in the README every
-number is one, or a plain fact listed here.
+"""Numbers in the documents equal those in the result files; in the README every number comes from a
+result or is a plain fact listed here.
 
 A row of PAGES names a part of the page (a line, or the paragraph that links the result) and the
-numbers that must stand there by the file today, in this order. The words between them are free.
+numbers from the result file that must appear there, in this order. The words between them are free.
 A number of the README that no row covers and FACTS does not list has no source.
 """
 
@@ -27,9 +27,9 @@ NUMBER = re.compile(
     rf"(?<![\w.@/\-])[+−-]?\d[\d.,]*(?![\w])|\b(?:{'|'.join(WORDS.split())})\b", re.IGNORECASE
 )
 
-# not results: what the code, its requirements and its sources are
+# not results: properties of the code, its requirements and its sources
 FACTS = (
-    # names of models, and a definition: tests/agentgym/models/test_chat.py, test_losses.py
+    # model names, and a definition: tests/agentgym/models/test_chat.py, test_losses.py
     "Llama 3 and 3.1",
     "Mistral 7B (v0.1, v0.3)",
     "Gemma 2 and 3, Granite 3, OLMo 2 and Falcon 3",
@@ -71,7 +71,7 @@ def percent(share, digits=0):
 
 
 def pipeline_rows():
-    """Each line of the sample output, as the first run of pipeline.json has it."""
+    """Numbers of the first run of pipeline.json, for each line of the sample output."""
     for name, found in result("pipeline")["runs"][0]["evaluations"].items():
         title = {"initialize": "untrained"}.get(name, name.replace("-", " "))
         numbers = re.findall(r"\d", title)
@@ -90,14 +90,14 @@ def times():
 
 
 def pace():
-    """As the sample output's run printed it."""
+    """Pace as the sample output's run printed it."""
     found = result("pipeline")["runs"][0]["pace"]
     return [str(found["multiple"]), f"{found['reference_s']:.1f}"]
 
 
 def drift():
-    """Of the default recipe's seeds: how many, success at the end in the mean and the least, the
-    largest fall.
+    """Number of the default recipe's seeds, mean and lowest success at the end, and largest
+    fall.
     """
     numbers = []
     for recipe in ("default", "former"):
@@ -137,7 +137,7 @@ def verdicts(of):
 
 
 def worst_of_the_chosen():
-    """The least sampled success of all recipes' seeds, with each recipe's best horizon."""
+    """Lowest sampled success over all recipes and seeds, with each recipe's best horizon."""
     found = verdicts("ends at 85% or more with every seed")
     worst = [re.search(r"worst: seed \d with ([\d.]+) %", each["figures"])[1] for each in found]
     assert len(worst) >= 6
@@ -167,7 +167,7 @@ def losses():
 
 
 def unlock():
-    """Of the locked door: starts and ends, the two contrasts and what they cost."""
+    """Numbers of the locked door: starts and ends, the two contrasts and their cost."""
     found = result("unlock")
     rows = {row["name"].removesuffix(", locked door"): row for row in found["rows"]}
     growing, short, long, sft = (
@@ -260,8 +260,8 @@ def decisions():
 
 
 def powers():
-    """Rows of the table: items, samples, and the shares found of 5 and 10 points, without families
-    and with ten.
+    """Rows of the table: items, samples, and the shares of detected gains of 5 and 10 points,
+    without families and with ten.
     """
     shares = {
         (each["items"], each["samples"], each["families"], each["gain"]): each["said"]["ours"]
@@ -315,7 +315,7 @@ def packed():
 
 
 def line(start):
-    """Pattern of the line that begins so."""
+    """Pattern of the line that begins with `start`."""
     return rf"^{start}\b.*$"
 
 
@@ -324,7 +324,7 @@ def paragraph(link):
     return rf"(?:^.+\n)*^.*{re.escape(f'results/{link}')}.*\n(?:^.+\n)*"
 
 
-# page -> (where on it, the numbers that stand there in this order)
+# page -> (pattern of a part, the numbers that must appear there in this order)
 PAGES = {
     "README.md": [
         (line("make pipeline"), [str(math.ceil(max(runs("wall_s")) / 60)), *machine("pipeline")]),
@@ -359,7 +359,7 @@ BOUND = [(page, *row) for page, rows in PAGES.items() for row in rows]
 
 
 def without(text, where, values):
-    """The text without the values, which must stand in this order in the part that matches."""
+    """Remove the values from the text; they must appear in this order in the part that matches."""
     part = re.search(where, text, re.MULTILINE)
     assert part, f"nothing matches {where!r}"
     kept, at = [text[: part.start()]], part.start()
@@ -384,8 +384,8 @@ def test_another_number_or_order_is_found():
 
 
 def unbound(text):
-    """Numbers of the README that no row of PAGES covers and FACTS does not list, each with the text
-    around it.
+    """Numbers of the README that no row of PAGES covers and FACTS does not list, with the text
+    around them.
     """
     for fact in FACTS:
         text = re.sub(re.escape(fact).replace(r"\ ", r"\s+"), "", text)
@@ -396,7 +396,7 @@ def unbound(text):
 
 
 def prose(text):
-    """Without what is typed: commands (their comments stay), code in a line, addresses."""
+    """Remove code: commands (their comments stay), inline code, addresses."""
     text = re.sub(
         r"```sh\n(.*?)```",
         lambda block: "\n".join(line.partition("  #")[2] for line in block[1].splitlines()),
@@ -436,7 +436,7 @@ def test_the_plain_facts_are_those_of_the_default_run():
         model.num_heads + 2 * model.num_kv_heads
     )
     layer = attention + 3 * model.hidden_size * model.mlp_size + 2 * model.hidden_size
-    # the tokenizer may end with fewer
+    # training may give the tokenizer fewer tokens
     most = model.num_layers * layer + model.hidden_size * (1 + model.vocab_size)
     assert 0.2 <= most / 1e6 <= 0.3
 

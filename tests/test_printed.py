@@ -1,4 +1,4 @@
-"""Commands that our messages, pages and documents name: each is one of its program's."""
+"""Commands in our messages, pages and documents exist in their programs."""
 
 import argparse
 import ast
@@ -23,8 +23,8 @@ PAGES = sorted(
 
 
 def texts(tree):
-    """Texts of a module that are said to somebody: all but docstrings. What is filled in is 1, or
-    nothing where it goes on with a word.
+    """Yield a module's texts for users: all strings but docstrings. A filled-in value becomes 1,
+    or the empty text within a word.
     """
     inner, quiet = set(), set()
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def texts(tree):
 
 
 def named():
-    """{command: where it stands}"""
+    """{command: file that names it}"""
     found = {}
     for folder in ("agentgym", "flows", "tasks", "services", "envs"):
         for path in sorted((ROOT / folder).rglob("*.py")):
@@ -86,7 +86,7 @@ def test_a_command_that_is_named_is_one(command):
 
 
 def agentgym(words):
-    """A command whose arguments are left out is named only."""
+    """Parse a command; one without its required arguments is only a name."""
     said, code = io.StringIO(), 0
     with contextlib.redirect_stderr(said):
         try:

@@ -1,5 +1,5 @@
 """profiles/train and profiles/eval: the published trainings and evaluations of AgentGym-RL, value
-by value, and what each profile says it does not follow.
+by value, and the stated deviations of each profile.
 
 Sources: the repository WooooDyy/AgentGym-RL, at commit 82402a9; arXiv:2509.08755.
 """
@@ -27,7 +27,7 @@ FIGURE_8, FIGURE_9 = "agentgym-rl-interaction", "agentgym-rl-pass-at-k"
 
 @dataclass(frozen=True)
 class Script:
-    """The values of one script under examples/train."""
+    """Values of one script under examples/train."""
 
     rounds: tuple[int, ...]  # algorithm.rounds_ctrl.rounds
     every: int  # algorithm.rounds_ctrl.steps_scaling_inter; 0: fixed
@@ -36,7 +36,7 @@ class Script:
     mini: int  # actor_rollout_ref.actor.ppo_mini_batch_size
     epochs: int  # trainer.total_epochs
     length: int  # data.max_prompt_length + data.max_response_length
-    tokens: int  # actor_rollout_ref.rollout.max_tokens, of one turn
+    tokens: int  # actor_rollout_ref.rollout.max_tokens, per turn
 
 
 SCRIPTS = {
@@ -68,7 +68,7 @@ EVALUATED = {
     "textcraft": (30, 512),
     "webarena": (15, 512),
 }
-FIGURE_7_STEPS = 370  # of the paper: the training steps its curves of SearchQA show
+FIGURE_7_STEPS = 370  # training steps in the paper's curves of SearchQA
 
 SHARED_DEVIATIONS = {
     "placement",
@@ -96,7 +96,7 @@ DEVIATIONS = {
 
 
 def profile_of(script):
-    """AgentGym-RL/babyai -> babyai-fixed.yaml."""
+    """Profile of a script: AgentGym-RL/babyai -> babyai-fixed.yaml."""
     method, env = script.split("/")
     return TRAIN / f"{env}-{'fixed' if method == 'AgentGym-RL' else 'scalinginter'}.yaml"
 
@@ -123,8 +123,8 @@ def test_a_profile_has_the_values_of_its_script(script):
     assert cfg.rollout.items_per_step == published.batch
     assert cfg.algorithm.minibatches == published.batch // published.mini
     assert cfg.rollout.max_new_tokens == published.tokens
-    assert cfg.rollout.concurrency >= published.n * published.batch  # all at once, as there
-    # nothing that a trajectory there may hold is cut here
+    assert cfg.rollout.concurrency >= published.n * published.batch  # all at once, as in the script
+    # no published trajectory is truncated here
     assert cfg.model.context_tokens >= published.length
     steps = TRAIN_ITEMS[env] // published.batch * published.epochs
     if "number of passes" in DEVIATIONS[env]:
@@ -135,7 +135,7 @@ def test_a_profile_has_the_values_of_its_script(script):
 
 @EACH_FILE
 def test_a_profile_has_what_all_scripts_share(path):
-    """The scripts; what they leave out is in verl/agent_trainer/config/ppo_trainer.yaml."""
+    """Values of the scripts; their defaults are in verl/agent_trainer/config/ppo_trainer.yaml."""
     cfg = load_config(path)
     size = "3B" if path.stem.endswith("-3b") else "7B"
     assert (cfg.model.source, cfg.model.name) == ("hub", f"Qwen/Qwen2.5-{size}-Instruct")
@@ -147,7 +147,7 @@ def test_a_profile_has_what_all_scripts_share(path):
     assert (algorithm.clip_low, algorithm.clip_high) == (0.2, 0.2)  # actor.clip_ratio
     assert (algorithm.kl_coef, algorithm.kl_estimator, algorithm.kl_place) == (0.001, "k3", "loss")
     assert algorithm.entropy_coef == 0.001
-    assert algorithm.epochs == 1  # ppo_epochs is read by nothing
+    assert algorithm.epochs == 1  # ppo_epochs is unused
     assert algorithm.aggregation == "sequence"  # ppo_micro_batch_size_per_gpu 1
     optimizer = cfg.optimizer
     assert (optimizer.lr, optimizer.schedule, optimizer.warmup_steps) == (1e-6, "constant", 0)
@@ -155,7 +155,7 @@ def test_a_profile_has_what_all_scripts_share(path):
     assert optimizer.grad_clip == 1.0
     assert cfg.learner.activation_checkpointing  # model.enable_gradient_checkpointing
     assert cfg.ray.num_ranks + cfg.ray.num_workers == 8  # trainer.n_gpus_per_node
-    assert cfg.validation.every == 0  # trainer.test_freq is read by nothing
+    assert cfg.validation.every == 0  # trainer.test_freq is unused
     assert cfg.store.commit_every == 25  # trainer.save_freq
     assert cfg.lora.rank == 0
 
@@ -168,8 +168,8 @@ def test_a_profile_is_evaluated_as_its_script_evaluates(path):
     assert (settings.max_turns, settings.num_samples, settings.k) == (rounds, 1, (1,))
     assert settings.temperature == 1.0
     assert settings.num_items == EVAL_ITEMS[cfg.env.name]
-    # one setting here bounds the actions of training and evaluation; where the scripts have two
-    # values, the profile says so
+    # one setting bounds the actions of training and evaluation; if the scripts have two values, the
+    # profile states this deviation
     differs = "max_tokens of the evaluation" in said_of(path)
     assert differs == (cfg.rollout.max_new_tokens != tokens)
 
@@ -187,13 +187,13 @@ def test_an_action_is_read_as_the_client_of_the_environment_reads_it(path):
 def test_a_profile_says_what_it_does_not_follow(path):
     env = load_config(path).env.name
     own = DEVIATIONS[env]
-    if path.stem == "babyai-scalinginter":  # its script trains with as many tokens as are evaluated
+    if path.stem == "babyai-scalinginter":  # its script trains with the evaluation's max_tokens
         own = own - {"max_tokens of the evaluation"}
     assert said_of(path) == SHARED_DEVIATIONS | own
 
 
 def said_of(path):
-    """The names of the deviations at the top of the profile and of what it extends."""
+    """Names of the deviations at the top of the profile and of the profile it extends."""
     text = path.read_text()
     top = text[: text.index("\nextends: ")]
     said = set(re.findall(r"^# - ([^:]+): ", top, re.MULTILINE))

@@ -1,5 +1,5 @@
-"""docs/reproduce.md: our numbers are those of the result files, the published tables agree with
-their own totals, every command's arguments are understood, and every file named is there.
+"""docs/reproduce.md: our numbers equal the result files, the published tables agree with their
+totals, every command's arguments are valid, and every named file exists.
 """
 
 import json
@@ -22,7 +22,7 @@ NOT_RUN = "not run"
 
 
 def tables():
-    """(header, rows) of every table, cells as text."""
+    """Return (header, rows) of every table, cells as text."""
     lines = [line.strip() for line in PAGE.splitlines()]
     found = []
     for index, line in enumerate(lines):
@@ -51,7 +51,7 @@ def commands():
 
 
 def of_ours():
-    """Label of a row of the two tables of small models -> its other cells, by the files."""
+    """{label of a row in the two tables of small models: expected other cells, from the files}."""
     (learn,) = (each for each in result("learn")["tables"] if each["name"] == "learn")
     unlock = result("unlock")
     pairs = {
@@ -90,7 +90,7 @@ def result(name):
 
 
 def difference(table, a, b):
-    """[points with their interval, whether it excludes 0]."""
+    """Return [points with their interval, whether it excludes 0]."""
     (found,) = (
         contrast["difference"]["avg_at_4"]
         for contrast in table["contrasts"]
@@ -101,7 +101,7 @@ def difference(table, a, b):
 
 
 def course(name, last):
-    """[untrained, warm start, after the last stage] of seed 0."""
+    """Return [untrained, warm start, after the last stage] of seed 0."""
     (run,) = (each for each in result(name)["runs"] if each["seed"] == 0)
     evaluations = run["evaluations"]
     return [
@@ -114,7 +114,7 @@ def test_what_was_measured_stands_there_as_in_its_file():
     shown = {row[0]: row for header, rows in tables() for row in rows if NOT_RUN not in row}
     for label, values in of_ours().items():
         row = shown[label]
-        at = 2 if len(values) == 2 else 1  # behind what was published
+        at = 2 if len(values) == 2 else 1  # after the published value
         assert row[at : at + len(values)] == values, label
 
 
@@ -133,7 +133,7 @@ def test_nothing_else_claims_to_be_measured():
 
 
 def by_kind():
-    """Tables 1 to 5: success by kind of task, with how many items each kind has."""
+    """Return tables 1 to 5: success by kind of task, with the number of items of each kind."""
     return [(rows[0], rows[1:]) for _, rows in tables() if rows[0][0] == "items"]
 
 
@@ -183,7 +183,7 @@ def gained(fixed, growing):
 
 @pytest.mark.parametrize("command", commands())
 def test_a_command_is_understood(command, monkeypatch):
-    """Its arguments are parsed by its own program, its parameters are valid; nothing is run."""
+    """The program parses the arguments, and the parameters are valid; the command does not run."""
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[0] == "agentgym":

@@ -1,5 +1,5 @@
-"""The documents as a site: every link leads somewhere, nothing is loaded from a network, and the
-reference has every public function that says what it does.
+"""The documents as a site: every link has a target, pages load no resource from a network, and the
+reference contains every documented public function.
 """
 
 import ast
@@ -18,12 +18,12 @@ from tests.completed import completed
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
-# tag -> the attribute by which a page loads something
+# tag -> the attribute whose URL a page loads
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
 
 def build(folder, site):
-    """`mkdocs build --strict` where a network would be met with refusal. Result: (code, output)."""
+    """Run `mkdocs build --strict` without network access. Return (code, output)."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     ended = completed(
         *command,
@@ -46,7 +46,7 @@ def site(tmp_path_factory):
 
 
 class Page(HTMLParser):
-    """What a page loads, and where in it one can point."""
+    """URLs that a page loads, and its anchors."""
 
     def __init__(self, path):
         super().__init__()
@@ -72,7 +72,7 @@ def test_no_page_loads_anything_from_another_host(site):
     assert foreign.match("//fonts.googleapis.com/css")
     styles = "".join(path.read_text() for path in site.rglob("*.css"))
     assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']+", styles) == []
-    # loaded by the theme's script where a page has a diagram, from a host of its own
+    # the theme's script would load mermaid from another host
     assert [page for page in pages if 'class="mermaid"' in page.read_text()] == []
 
 
@@ -113,7 +113,7 @@ def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     settings = yaml.safe_load((tmp_path / "mkdocs.yml").read_text())
-    # the reference takes most of the time
+    # without plugins, because the reference takes most of the time
     settings["plugins"] = []
     settings["nav"].append({"New": "NEW.md"})
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))

@@ -1,4 +1,4 @@
-"""The tests stay quick to run and lie beside what they test: the committed measurements hold the
+"""The tests stay fast and have the paths of the code they test; committed measurements check the
 bounds.
 """
 
@@ -31,7 +31,7 @@ def test_check_runs_what_is_quick():
 
 
 def test_what_is_imported_is_compiled_once_whatever_the_shell_says():
-    """pip leaves that to Python; where it may not write, each process would do it anew."""
+    """pip does not compile; if Python cannot write its cache, each process would compile again."""
     told = completed(
         "make",
         "--silent",

@@ -1,4 +1,4 @@
-"""What is installed is what is written down: the images' locks, the pins and the lists of
+"""Installed packages are the documented ones: the images' locks, the pins and the lists of
 components agree.
 """
 
@@ -101,7 +101,7 @@ COPYLEFT = re.compile(r"GPL|LGPL|MPL|EPL|CDDL|EUPL|Mozilla Public|General Public
 
 
 def licences(component):
-    """All that a component of a list says of its own."""
+    """Return all license texts of a listed component."""
     found = []
     for each in component.get("licenses", ()):
         found += [each.get("expression", ""), *each.get("license", {}).values()]
@@ -130,7 +130,7 @@ def test_a_component_without_a_licence_stops_the_list_until_somebody_reads_its_f
 
 
 def audited(*dependencies, stderr="", stdout=None, code=0):
-    """As pip-audit ends."""
+    """Return a completed pip-audit command with this output."""
     text = json.dumps({"dependencies": dependencies, "fixes": []}) if stdout is None else stdout
     return subprocess.CompletedProcess([], code, text, stderr)
 
@@ -177,8 +177,8 @@ def test_third_party_names_every_file_that_is_made_of_others_work():
 
 
 def test_no_text_has_a_reader_install_a_distribution_that_nobody_published():
-    """Whoever takes the name on an index would run code on readers' machines; `-e '.[extra]'` from
-    the checkout is ours. `pyproject.toml` names itself, which pip never looks up.
+    """The name's owner on an index could run code on readers' machines; `-e '.[extra]'` installs
+    the checkout. `pyproject.toml` contains the name, but pip never looks it up.
     """
     wanted = re.compile(r"agentgym[-_.]flow\[|pip install[\s\"'`]+agentgym")
     listed = subprocess.run(

@@ -1,11 +1,11 @@
-"""Wait for what another process or thread does."""
+"""Wait for results of another process or thread."""
 
 import time
 
 
 def wait_until(done, within_s=60.0, *, process=None, why=lambda: ""):
     """Return done() once it is true.
-    process: must go on meanwhile. why() is what a failure tells.
+    process: must stay alive meanwhile. why() is the message of a failure.
     """
     deadline = time.monotonic() + within_s
     while not (result := done()):
@@ -16,6 +16,6 @@ def wait_until(done, within_s=60.0, *, process=None, why=lambda: ""):
 
 
 def text_of(path, process, log):
-    """Return the text of a file that the process writes once it serves."""
+    """Return the text of a file that the process writes once it is ready."""
     wait_until(path.exists, 120, process=process, why=log.read_text)
     return path.read_text()

@@ -1,4 +1,4 @@
-"""The benchmarks, imported at their first use."""
+"""Fixtures that import a benchmark at its first use."""
 
 import importlib
 from pathlib import Path
@@ -14,5 +14,5 @@ def benchmarks_on_the_path():
 
 
 def imported(name):
-    """Return a fixture with the benchmark of this name."""
+    """Return a fixture that yields the benchmark with this name."""
     return pytest.fixture(scope="session")(lambda: importlib.import_module(name))

@@ -18,7 +18,7 @@ alarms = imported("alarms")
 
 @pytest.fixture(scope="module")
 def ordinary(alarms):
-    """(the benchmark, what it recorded)."""
+    """Return (benchmark module, its recorded result)."""
     return alarms, json.loads(RESULT.read_text())
 
 

@@ -1,4 +1,4 @@
-"""What the documents say of experts and of chance is what was measured."""
+"""Expert and random baselines in the documents equal the measured results."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The killer: it tells a sound run from one that lost or repeated something, and its report
-says what happened.
+"""The chaos benchmark distinguishes a sound run from one that lost or repeated something, and its
+report describes what happened.
 """
 
 import json
@@ -22,7 +22,7 @@ project = imported("chaos_project")
 
 @pytest.fixture
 def ledger(tmp_path):
-    """As much of MLflow's database as is read."""
+    """Return an MLflow database with only the tables that the benchmark reads."""
     path = tmp_path / "mlflow.db"
     with sqlite3.connect(path) as database:
         database.execute("create table metrics (run_uuid, key, step, timestamp, value)")
@@ -108,7 +108,7 @@ def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(
 
     flow, environment, worker, node = kinds
     assert campaign.next() == (flow, 0)
-    # the environment's setting is being observed; then Ray's clusters run one at a time
+    # the environment's setting is still observed; after it, only one Ray cluster runs at a time
     assert campaign.next() == (worker, 0)
     ends(flow, hit=False)
     assert campaign.next() == (environment, 0)
@@ -133,7 +133,7 @@ def test_after_a_run_that_ended_before_its_fault_the_next_fault_comes_sooner(pro
 
 
 def test_what_listens_on_a_port_is_ours_unless_a_neighbour_started_it(project):
-    watched = project.Project.__new__(project.Project)  # without the copy
+    watched = project.Project.__new__(project.Project)  # skip __init__, which copies the project
     watched.environment = {project.OWNER: "this"}
     program = (
         "import socket, time; s = socket.create_server(('127.0.0.1', 0)); print(s.getsockname()[1],"
@@ -161,7 +161,7 @@ def test_a_failure_is_said_in_a_line_below_which_may_stand_the_end_of_a_log(proj
 
 
 def test_the_phase_is_read_off_the_leases(project, tmp_path):
-    watched = project.Project.__new__(project.Project)  # without the copy
+    watched = project.Project.__new__(project.Project)  # skip __init__, which copies the project
     watched.state = tmp_path
     assert watched.phase() == "before the first step"
     step = tmp_path / "store/steps/stage-1-0123456789abcdef"
@@ -210,7 +210,7 @@ def test_the_report_counts_what_hit_and_names_what_failed(chaos):
 
 
 @pytest.mark.slow
-# two undisturbed runs, and five that are struck, each with its recovery and its audit
+# two undisturbed runs, and five runs with a fault; each is recovered and audited
 @pytest.mark.timeout(1800)
 def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_path):
     command = [
@@ -230,7 +230,7 @@ def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_
         try:
             said, _ = program.communicate(timeout=1700)
         finally:
-            program.terminate()  # it ends what it has started
+            program.terminate()  # the program ends the processes it started
     assert program.returncode == 0, said
     result = json.loads((tmp_path / "faults.json").read_text())
     assert sorted(trial["kind"] for trial in result["trials"] if trial["hit"]) == [

@@ -1,4 +1,4 @@
-"""Two processes hold half of a model each, also while it is built, committed and resumed."""
+"""Two processes hold half of a model each, also while building, committing and resuming it."""
 
 import json
 from pathlib import Path
@@ -32,8 +32,8 @@ def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
             assert len(peaks) == 1
     shares = found["memory_of_two_to_one"]
     assert set(shares) == {"build", "commit", "resume"}
-    # a smaller model's share is nearer to what any process takes; of a commit it was 0.59 to 0.78,
-    # by how much else the machine did
+    # a fixed cost per process weighs more on a small model; a commit's share was 0.59 to 0.78,
+    # depending on the load of the machine
     most = {"build": 0.75, "commit": 0.85, "resume": 0.75}
     assert all(0.3 < share <= most[phase] for phase, share in shares.items()), found
 

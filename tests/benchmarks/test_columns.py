@@ -1,5 +1,5 @@
-"""The committed comparison with environments as columns: whole, killed in the middle, and its text
-and JSON one result.
+"""The committed comparison has one column per environment, survives a kill, and its text and JSON
+agree.
 """
 
 import json

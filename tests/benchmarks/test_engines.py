@@ -1,4 +1,4 @@
-"""What the default task reaches through vLLM is what it reaches through the built-in engine."""
+"""The default task reaches the same success through vLLM as through the built-in engine."""
 
 import json
 from pathlib import Path

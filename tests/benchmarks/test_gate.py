@@ -1,4 +1,4 @@
-"""The gate seldom promotes a model that is no better, and what was measured of it is committed."""
+"""The gate rarely promotes a model that is no better; the measured rates are committed."""
 
 import json
 from pathlib import Path
@@ -16,14 +16,14 @@ gate = imported("gate")
 
 
 def test_equal_models_are_seldom_promoted_and_better_ones_are(gate):
-    """A reduced twin of `make measure NAME=gate`."""
+    """Run a reduced version of `make measure NAME=gate`."""
     rules, generator = (
         load_config(ROOT / "params.yaml").gate,
         np.random.Generator(np.random.Philox(7)),
     )
     equal = gate.simulate(rules, gate.Case(200, 4, 0, 0.0), 300, generator)
     better = gate.simulate(rules, gate.Case(200, 4, 0, 0.1), 60, generator)
-    assert equal["PROMOTE"] < 0.09  # three standard errors over 5 %
+    assert equal["PROMOTE"] < 0.09  # three standard errors above 5 %
     assert better["PROMOTE"] > 0.9
 
 

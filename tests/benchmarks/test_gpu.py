@@ -1,4 +1,4 @@
-"""What is said of a GPU is what was measured on one, or that nothing was."""
+"""Statements about GPUs match a measurement, or state that there is none."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_an_unknown_case_is_named(gpu, monkeypatch, capsys):
 
 
 WITHOUT_VLLM = ("ceilings", "step", "optimizer", "head", "varlen", "training_7b")
-# starts of vLLM, and more: make vllm-test SLOW=1
+# cases that start vLLM, among others: make vllm-test SLOW=1
 LONG = ("publish", "rollouts", "logprobs", "start", "real", "mismatch", "staged")
 
 
@@ -70,7 +70,7 @@ def test_a_lease_that_is_too_short_for_a_case_does_not_begin_it(gpu, monkeypatch
     "case",
     [
         *WITHOUT_VLLM,
-        pytest.param("training", marks=pytest.mark.slow),  # it compiles
+        pytest.param("training", marks=pytest.mark.slow),  # slow: it compiles
         *(pytest.param(case, marks=[pytest.mark.vllm, pytest.mark.slow]) for case in LONG),
     ],
 )

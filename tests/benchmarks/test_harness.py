@@ -1,4 +1,4 @@
-"""Every result names its origin, and every benchmark is in the list that `make measure` prints."""
+"""Every result names its origin, and `make measure` lists every benchmark."""
 
 import json
 from pathlib import Path

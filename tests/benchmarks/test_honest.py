@@ -1,4 +1,4 @@
-"""The honest runs are of every kind, and each is a run that can be configured."""
+"""The honest runs cover every kind, and each has a valid configuration."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""Verdicts and claims are read off the figures: the same code says the opposite of other
-figures.
-"""
+"""Verdicts and claims follow from the numbers: other numbers give the opposite text."""
 
 import json
 from pathlib import Path
@@ -33,8 +31,8 @@ def row(
     cpu=50.0,
     **evaluation,
 ):
-    """100 items of five seeds, all alike: `success` of them solved, of the start's the first
-    `start`.
+    """Return a row of five equal seeds with 100 items each; a fraction `success` of the items is
+    solved, and at the start the first fraction `start`.
     """
     results = []
     for seed in range(5):
@@ -107,7 +105,7 @@ def test_a_claim_says_where_both_rows_are_at_a_ceiling(learn):
 
 
 def test_a_result_is_computed_again_from_what_it_left(learn, tmp_path, monkeypatch):
-    monkeypatch.setattr(Cell, "run_key", "0" * 64)  # of data that is not pulled here
+    monkeypatch.setattr(Cell, "run_key", "0" * 64)  # its data is not pulled here
     rows = [
         row("grpo ScalingInter", 0.9),
         row("T 0.4", 0.7, start=None, horizon="", group="temperature"),
@@ -123,7 +121,7 @@ def test_a_result_is_computed_again_from_what_it_left(learn, tmp_path, monkeypat
     (tmp_path / "learn.json").write_text(json.dumps({"tables": [before]}))
     again, missing = learn.saved_rows(cells, tmp_path)
     assert table(comparison, cells, again, missing) == before
-    # a third of them from elsewhere, in the order of the cells
+    # a third of the rows come from the other result; the order of the cells is kept
     first, rest = learn.saved_rows(cells[::3], tmp_path)[0], learn.saved_rows(cells, tmp_path)[0]
     found = learn.merged(cells, rest, first)
     assert [each.cell for part in found for each in part.cells] == cells

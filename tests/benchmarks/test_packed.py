@@ -32,8 +32,8 @@ def test_tokens_are_counted_by_hand(packed, monkeypatch):
     monkeypatch.setattr(packed, "in_order", list)
     found = packed.counted([2, 4, 10, 4])
     assert found["tokens_packed"] == 20
-    assert found["tokens_padded"] == 40  # rows of 10
-    assert found["tokens_padded_by_micro_batch"] == 28  # rows of 4, of 4, of 10, of 10
+    assert found["tokens_padded"] == 40  # rows of 10 tokens
+    assert found["tokens_padded_by_micro_batch"] == 28  # rows of 4, 4, 10 and 10 tokens
     assert (found["tokens_ratio"], found["tokens_ratio_by_micro_batch"]) == (2.0, 1.4)
 
 
@@ -41,7 +41,7 @@ def test_both_ways_have_the_same_loss(packed, monkeypatch):
     monkeypatch.setattr(packed, "MICRO_BATCH", 3)
     seconds = packed.timed([3, 20, 9, 5])
     assert {name: len(each) for name, each in seconds.items()} == {"packed": 3, "padded": 3}
-    # negative control: whoever forgets a token is told
+    # negative control: a forgotten token is reported
     whole = packed.padded
     monkeypatch.setattr(packed, "padded", lambda *given: 1.01 * whole(*given))
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Episodes per second beside another trainer are counted alike for both."""
+"""Episodes per second are counted in the same way for ours and for another trainer."""
 
 import json
 import statistics
@@ -41,6 +41,6 @@ def test_the_result_follows_from_its_runs(rival):
         for metric, value in RESULT["ways"][name].items():
             assert value == statistics.median(run[metric] for run in runs)
     assert RESULT["ratio"] == rival.ratio(RESULT["ways"])
-    # both learn the same
+    # both trainers reach similar success
     last = [each["success_last_3"] for each in RESULT["ways"].values()]
     assert max(last) - min(last) < 0.15

@@ -1,4 +1,4 @@
-"""What is said of training on the same items is what was measured."""
+"""Statements on training on the same items match the measurement."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 RUNS = json.loads((RESULTS / "same_items.json").read_text())["runs"]
-EVERY = 8  # optimizer steps of a column
+EVERY = 8  # optimizer steps per column
 
 
 def means(success):

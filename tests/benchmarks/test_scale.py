@@ -1,4 +1,4 @@
-"""What a large model's ranks hold is what its own modules have on paper, and paper is held against
+"""Predicted memory of a large model's ranks is computed from its modules and compared with
 processes that train.
 """
 
@@ -57,7 +57,7 @@ def test_what_was_measured_holds_the_limit_and_is_what_the_documents_say(scale):
         name: scale.MODELS[name] for name in scale.SIZES
     }
     assert scale.BEGIN + scale.told_of(RESULT) + scale.END in PAGE
-    for name, size in scale.BANDWIDTHS.items():  # as the page names them
+    for name, size in scale.BANDWIDTHS.items():  # as the page writes them
         assert re.search(rf"(?<![\d.]){size / 1e9:g} ", " ".join(PAGE.split())), name
 
 
@@ -99,7 +99,7 @@ def test_bytes_are_counted_as_they_come_and_go(ledger):
         del kept, square, logits
         held.begin()
         assert held.most() == {"weights": 20_000}
-        # what says where things lie has values
+        # index tensors keep their values
         assert torch.arange(5).tolist() == [0, 1, 2, 3, 4]
     with ledger(on_gpu=False) as held:
         pair = [torch.empty(10), torch.empty(10).to("cpu", copy=True)]
@@ -120,15 +120,15 @@ def test_a_rank_holds_its_rows_of_every_tensor(scale, ranks):
     whole = sum(torch.Size(shape).numel() for shape in shapes)
     held = told["bytes"]["commit"]
     assert {kind: held[kind] for kind in ("weights", "master weights", "gradients")} == {
-        "weights": 2 * mine + 2 * 16 * 4,  # the frequencies of positions, in two buffers
+        "weights": 2 * mine + 2 * 16 * 4,  # the rotary frequencies, in two buffers
         "master weights": 4 * mine,
         "gradients": 4 * mine,
     }
-    assert held["moments"] == pytest.approx(8 * mine, rel=0.01)  # and each one's number of steps
-    assert 14 * mine < told["bytes_committed"] < 14 * mine + 20_000  # headers, too
+    assert held["moments"] == pytest.approx(8 * mine, rel=0.01)  # plus the step counts
+    assert 14 * mine < told["bytes_committed"] < 14 * mine + 20_000  # plus file headers
     assert told["bytes_published"] == 2 * whole
     assert told["bytes_read"] == 2 * mine
-    # every block forward and backward, what is around them once; gradients in float32
+    # blocks are gathered forward and backward, the other modules once; gradients are float32
     moved = told["moved"]["update"]
     outside = 2 * ranks * rows[0] * 64 + 2 * ranks * 16
     assert moved == (
@@ -150,7 +150,7 @@ def test_seconds_are_bytes_by_bandwidth(scale):
     assert scale.seconds(told, 8)["exchange"] == pytest.approx(800 * 7 / 8 / 300)
     assert took["gather"] == pytest.approx(15 / 25)
     assert took["send"] == pytest.approx(10 + 3 + 10)  # digest, broadcast, digest
-    assert took["write"] == pytest.approx(8 * 3 / 2 + 2)  # eight ranks at one disk
+    assert took["write"] == pytest.approx(8 * 3 / 2 + 2)  # eight ranks share one disk
     assert took["build"] == pytest.approx(2 * 8 * 3 / 2 + 2)
 
 
@@ -158,7 +158,7 @@ def test_seconds_are_bytes_by_bandwidth(scale):
 def test_a_smaller_model_holds_for_real_what_it_holds_on_paper(scale, tmp_path):
     real = {str(ranks): scale.really(tmp_path, SMALL, ranks) for ranks in (1, 2)}
     paper = {ranks: scale.as_real(SMALL, int(ranks)) for ranks in real}
-    found = scale.compared(real, paper, SMALL)  # also that as much was moved
-    # what any process takes is a larger part of a smaller model's
+    found = scale.compared(real, paper, SMALL)  # also checks that the moved bytes agree
+    # a fixed cost per process weighs more on a small model
     assert found["worst"] <= 0.35, found
     assert all(0.9 <= factor <= 1.5 for factor in found["factors"].values()), found

@@ -1,4 +1,4 @@
-"""What was measured of rollouts ahead of the updates, and that the page tells it."""
+"""Results of rollouts ahead of the updates, and the page that reports them."""
 
 import json
 import statistics
@@ -21,7 +21,7 @@ def test_no_turn_was_older_than_may_be_and_with_a_slow_learner_some_were_as_old(
         assert cell["optimizer_steps"] == 20
         if cell["case"] == "slow learner":
             assert cell["staleness_max"] == cell["max_staleness"]
-            # a stage begins with what the stage before left
+            # a stage begins with the batches that the previous stage left
             assert cell["staleness_max_mean"] > 0.5 * cell["max_staleness"]
 
 
@@ -53,7 +53,7 @@ def test_the_summary_is_of_the_cells_and_the_page_has_its_rows(measured):
 def test_killed_often_it_learned_from_every_item_once(measured):
     killed = measured["killed"]
     assert killed["kills"] >= 3
-    # each found something made ahead, which nobody had learned from
+    # after every kill there were batches made ahead that no step had consumed
     assert len(killed["batches_ahead_at_each"]) == killed["kills"]
     assert max(killed["batches_ahead_at_each"]) > 1
     assert killed["items"] == killed["optimizer_steps"] * 8 == 128

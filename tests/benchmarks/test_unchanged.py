@@ -1,4 +1,4 @@
-"""Two commits are compared by what they committed, and what was published says so."""
+"""Two commits are compared by the results they committed, and the published page states it."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Answers of `agentgym compare` of real policies are committed, with a page of each."""
+"""Results of `agentgym compare` on real policies are committed, with one page for each."""
 
 import json
 from pathlib import Path

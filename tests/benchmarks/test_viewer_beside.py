@@ -1,4 +1,4 @@
-"""What was measured of a training beside the viewer, and that the page tells it."""
+"""Results of training while the viewer runs, and the page that reports them."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ benchmark_of = imported("viewer_beside")
 
 
 def test_a_fall_is_the_mean_of_the_pairs_with_students_interval(benchmark_of):
-    # logarithms -0.01005 and -0.02020: mean -0.01513, standard error 0.00508, t of one 12.706
+    # logarithms -0.01005 and -0.02020: mean -0.01513, standard error 0.00508, t of 1 degree 12.706
     told = benchmark_of.fall([(2.0, 1.98), (4.0, 3.92)])
     assert told == {"percent": 1.5, "low": -5.06, "high": 7.65}
 

@@ -1,4 +1,4 @@
-"""A server process that several files of tests use."""
+"""A server process that several test files share."""
 
 import pytest
 
@@ -7,6 +7,6 @@ from tests.envs.raw import started
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """An ordinary one on loopback, without a token."""
+    """Yield a default server on loopback, without a token."""
     with started(tmp_path_factory.mktemp("server"), "--drain-timeout", "0.1") as found:
         yield found

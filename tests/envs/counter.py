@@ -1,4 +1,4 @@
-"""An app over a simulator that counts what is done to it, for tests of servers and sessions."""
+"""An app with a simulator that counts its calls, for tests of servers and sessions."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ from envs.wire import CreateReply, ErrorReply
 
 
 class Counter:
-    """Ends with success at the third action; `crash`, `slow`, `cut` do what they say."""
+    """Simulator that succeeds at the third action; `crash`, `slow` and `cut` act as named."""
 
     made = 0
     closed = 0
@@ -71,7 +71,7 @@ class Counter:
 
 @asynccontextmanager
 async def serving(*, blocking=False, awaited=False, probe=("a",), make=None, warm=None, **settings):
-    """(client, sessions, simulator class) of a running app."""
+    """Yield (client, sessions, simulator class) of a running app."""
     simulator = make or type("Fresh", (Counter,), {"made": 0, "closed": 0, "acted": 0})
     spec = EnvSpec("counter", "count", simulator, {"x": 1}, probe, blocking, awaited, warm=warm)
     app = make_app(

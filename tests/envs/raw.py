@@ -1,4 +1,4 @@
-"""A server process, and requests to it byte by byte."""
+"""A server process, and raw requests to it."""
 
 import json
 import os
@@ -16,7 +16,7 @@ CREATE = b'{"request_key": "%d", "task_id": 0}'
 
 @contextmanager
 def started(folder, *arguments, host="127.0.0.1", token=""):
-    """((host, port), log file) of a server process."""
+    """Yield ((host, port), log file) of a server process."""
     port_file, log = folder / "port", folder / "log"
     environment = {
         name: value for name, value in os.environ.items() if name != "AGENTGYM_ENV_TOKEN"
@@ -35,7 +35,7 @@ def started(folder, *arguments, host="127.0.0.1", token=""):
 
 
 def request(route, body=None, method=None, **headers):
-    """Bytes of a request. A header of None is left out."""
+    """Return the bytes of a request. A header of None is omitted."""
     fields = {
         "Host": "127.0.0.1",
         **{name.replace("_", "-"): value for name, value in headers.items()},
@@ -48,7 +48,7 @@ def request(route, body=None, method=None, **headers):
 
 
 def exchange(address, data, timeout=10):
-    """(status, body) of the first answer; (0, b"") where the connection was closed without one."""
+    """Return (status, body) of the first response; (0, b"") if the connection just closed."""
     with socket.create_connection(address, timeout=timeout) as connected:
         connected.sendall(data)
         return answer(connected)

@@ -1,4 +1,4 @@
-"""A WebSocket of OpenEnv's contract, and a server that it leaves without a session."""
+"""A WebSocket with OpenEnv's contract, and a server whose sessions must all be closed."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ from envs.env import StepResult, UnknownTask
 
 
 def await_none(sessions, within_s=5.0):
-    """Whether all sessions are closed by then."""
+    """Wait until all sessions are closed. Return False after `within_s`."""
     until = time.monotonic() + within_s
     while sessions.info().active_sessions and time.monotonic() < until:
         time.sleep(0.01)
@@ -43,7 +43,7 @@ def step(text):
 
 @contextlib.asynccontextmanager
 async def served(serving, env="textcraft", options=None, **settings):
-    """(url, sessions) of a server on which no session is left in the end."""
+    """Yield (url, sessions) of a server; assert that no session is open at the end."""
     with serving(env, options, **settings) as (url, sessions):
         async with asyncio.timeout(60):
             yield url, sessions
@@ -51,7 +51,7 @@ async def served(serving, env="textcraft", options=None, **settings):
 
 
 class Broken:
-    """Fails to begin task 1, knows no task 2, and breaks at `break`."""
+    """Simulator that fails to reset task 1, does not know task 2, and raises at `break`."""
 
     def reset(self, task_id):
         if task_id == 2:
@@ -62,7 +62,7 @@ class Broken:
 
     def step(self, action):
         if action == "break":
-            raise RuntimeError("broken \ud800")  # text that no wire carries
+            raise RuntimeError("broken \ud800")  # text that cannot be encoded in a message
         return StepResult("on", 0.0, False)
 
     def close(self): ...

@@ -1,6 +1,4 @@
-"""AgentGym's routes, asked in the way its own clients ask: bare posts, an id, asserted status
-200.
-"""
+"""AgentGym's routes, called as its clients do: a POST without a key, an id, status 200."""
 
 import asyncio
 import base64
@@ -17,7 +15,7 @@ from envs.server import ServerSettings, make_app
 
 @asynccontextmanager
 async def serving(name, options=None, **settings):
-    """name: of an environment, or an `EnvSpec`."""
+    """Yield (client, sessions). name: an environment's name, or an `EnvSpec`."""
     spec = load_spec(name, options or {}) if isinstance(name, str) else name
     app = make_app(spec, ServerSettings(**{"drain_timeout_s": 0.1, **settings}))
     async with (
@@ -36,9 +34,9 @@ async def post(client, route, status=200, **body):
 
 
 async def test_a_babyai_client_creates_resets_plays_looks_and_closes():
-    async with serving("babyai") as (client, sessions):  # whatever the server's own options are
+    async with serving("babyai") as (client, sessions):  # independent of the server's options
         assert (await client.get("/")).json() == "This is environment BabyAI."
-        reply = await client.post("/create")  # without a body, as the client does
+        reply = await client.post("/create")  # without a body, as the client sends it
         number = reply.json()["id"]
         assert 0 < number < 2**53
         shown = await post(client, "/reset", id=number, data_idx=0)
@@ -56,7 +54,7 @@ async def test_a_babyai_client_creates_resets_plays_looks_and_closes():
         over = await post(client, "/step", id=number, action="turn left")
         assert over == {"error": f"The task with environment {number} has finished."}
         again = await post(client, "/reset", id=number, data_idx=0)
-        assert again == shown  # and nothing of the first episode is left
+        assert again == shown  # no state of the first episode is left
         picture = await post(client, "/render", id=number)
         assert base64.b64decode(picture.removeprefix("data:image/png;base64,"))[:4] == b"\x89PNG"
         assert await post(client, "/close", id=number) is True
@@ -113,7 +111,7 @@ async def test_the_server_limits_and_forgets_ids_like_sessions():
         assert (full.status_code, full.headers["Retry-After"]) == (503, "1")
         await post(client, "/reset", id=ids[0], data_idx=1)
         await asyncio.sleep(0.5)
-        assert sessions.info().active_sessions == 0  # reaped
+        assert sessions.info().active_sessions == 0  # the idle session is closed
         fresh = (await client.post("/create")).json()["id"]
         assert fresh not in ids
         assert await post(client, "/step", id=ids[0], action="turn left") == {
@@ -129,7 +127,7 @@ async def test_requests_at_once_on_one_id_take_turns():
             *(post(client, "/step", id=number, action="turn left") for _ in range(8))
         )
         assert all("error" not in reply for reply in replies)
-        # eight quarter turns to the left: the last view is the first one
+        # eight quarter turns to the left: the last view equals the first one
         first = (await post(client, "/reset", id=number, data_idx=2))["observation"]
         assert first.split("\n", 1)[1] in [reply["observation"] for reply in replies]
 
@@ -145,13 +143,13 @@ async def test_an_id_may_have_either_of_its_two_names(key):
 async def test_a_textcraft_client_creates_with_a_body_and_plays_the_index_it_resets_to():
     async with serving("textcraft") as (client, _):
         assert (await client.get("/")).json() == "This is environment TextCraft."
-        assert (await client.post("/create")).status_code == 422  # as there, a body is required
+        assert (await client.post("/create")).status_code == 422  # AgentGym requires a body
         created = await post(
             client, "/create", minecraft_dir="agentenv_textcraft/", commands=None, goal=None
         )
         second = await post(client, "/create")
         assert created.keys() == {"id", "observation", "done", "reward"}
-        assert created["observation"] != second["observation"]  # each creation counts on
+        assert created["observation"] != second["observation"]  # every creation increments the id
         number = created["id"]
         shown = await post(client, "/reset", id=number, data_idx=36)
         assert (shown["id"], shown["reward"], shown["done"]) == (number, 0, False)
@@ -178,7 +176,7 @@ async def test_a_textcraft_client_creates_with_a_body_and_plays_the_index_it_res
 
 
 async def test_a_searchqa_client_names_its_item_at_creation_and_may_try_again():
-    # strict for others, theirs under /agentgym
+    # our routes are strict, AgentGym's under /agentgym are not
     async with serving("searchqa") as (client, sessions):
         assert (await client.get("/")).json() == "ok"
         number = await post(client, "/create", id=0)
@@ -190,7 +188,7 @@ async def test_a_searchqa_client_names_its_item_at_creation_and_may_try_again():
         assert found.keys() == {"observation", "reward", "done", "info"}
         assert found["observation"].strip().startswith('<information>Doc 1(Title: "')
         wrong = await post(client, "/step", env_idx=number, action="<answer>nonsense</answer>")
-        assert (wrong["reward"], wrong["done"]) == (0.0, False)  # there, guessing goes on
+        assert (wrong["reward"], wrong["done"]) == (0.0, False)  # AgentGym allows another guess
         assert (await post(client, "/step", status=404, env_idx=5, action="x")) == {
             "error": "The id 5 is not valid."
         }
@@ -218,7 +216,7 @@ async def test_searchqa_speaks_agentgyms_protocol_there_where_it_is_asked_to():
 
 @pytest.mark.usefixtures("java")
 async def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
-    # normalised for others, theirs under /agentgym
+    # our routes normalize rewards, AgentGym's under /agentgym do not
     async with serving("sciworld", max_sessions=2) as (client, sessions):
         assert (await client.get("/")).json() == "This is environment ScienceWorld."
         number = (await client.post("/create")).json()["id"]
@@ -274,7 +272,7 @@ async def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
         over = {"error": f"The task with environment {number} has finished."}
         assert await post(client, "/step", id=number, action="look around") == over
         assert (await client.get(f"/detail?id={number}")).json() == over
-        # the first look is worth 8 points there
+        # the first look scores 8 points there
         scored = await post(client, "/reset", id=number, data_idx=2936 + 150)
         assert (scored["reward"], scored["score"], scored["done"]) == (8, 8, False)
         assert (await client.get(f"/detail?id={number}")).json() == scored

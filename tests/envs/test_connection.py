@@ -1,4 +1,4 @@
-"""Connections that never end, send too much or come drop by drop."""
+"""Connections that never end, send too much or send very slowly."""
 
 import contextlib
 import json
@@ -60,7 +60,7 @@ def test_what_has_no_end_is_cut_off_and_not_kept(server, what):
             socket.create_connection(address, timeout=10) as connected,
             contextlib.suppress(ConnectionError),
         ):
-            # ours grows to four megabytes where the server is slow
+            # our send buffer grows to four megabytes if the server is slow
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
             connected.sendall(beginning)
             while part < most:
@@ -69,7 +69,7 @@ def test_what_has_no_end_is_cut_off_and_not_kept(server, what):
         sent += part
         assert part < most, "it is read for ever"
     assert memory_kib(address) - before < 8192
-    assert sent < num_connections * (4 << 20)  # what the buffers of two sockets hold, and not more
+    assert sent < num_connections * (4 << 20)  # no more than the buffers of two sockets
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_large_head_gets_a_typed_error_and_no_line_in_the_log(server, data, st
 
 @contextmanager
 def limited(serving, monkeypatch, **limits):
-    """(address, sessions) of a server of 4 sessions in a thread, with other limits of its
+    """Yield (address, sessions) of a server of 4 sessions in a thread, with these limits for its
     connections.
     """
     for name, value in limits.items():
@@ -104,7 +104,7 @@ def limited(serving, monkeypatch, **limits):
 
 
 def ended(connected):
-    """Whether the server has closed."""
+    """Return True if the server has closed the connection."""
     try:
         return connected.recv(65536) == b""
     except ConnectionError:
@@ -115,10 +115,10 @@ def ended(connected):
     ("at_once", "slowly", "status"),
     [
         (b"", request("/info"), 408),
-        # it is being answered: there is only the connection to close
+        # the response has started: the server can only close the connection
         (request("/create", b" " * 60)[:-60], b" " * 60, 0),
         (b"", b"\r\n" * 30, 408),
-        (b"", b"", 0),  # nothing is asked for
+        (b"", b"", 0),  # there is no request
     ],
     ids=["head", "body", "blank lines", "nothing"],
 )
@@ -150,7 +150,7 @@ def test_an_idle_connection_is_kept_for_its_time_and_no_longer(serving, monkeypa
         for _ in range(3):
             connected.sendall(request("/info"))
             assert answer(connected)[0] == 200
-            time.sleep(0.5)  # longer than a request may take to arrive
+            time.sleep(0.5)  # longer than the timeout of a request
         time.sleep(0.8)
         assert ended(connected)
 
@@ -165,7 +165,7 @@ def test_connections_above_the_limit_are_closed_and_those_in_use_go_on(serving, 
             return stack.enter_context(socket.create_connection(address, timeout=5))
 
         first = connect()
-        others = [connect() for _ in range(9)]  # two for each of 4 sessions, and 2 to spare
+        others = [connect() for _ in range(9)]  # two for each of 4 sessions, and 2 spare
         late = [connect() for _ in range(5)]
         assert all(ended(connected) for connected in late)
         first.sendall(request("/info"))
@@ -185,7 +185,7 @@ def test_thousands_of_requests_in_one_piece_are_not_kept_for_later(server):
             with contextlib.suppress(ConnectionError):
                 connected.sendall(b"GET /x HTTP/1.1\r\nHost: localhost\r\n\r\n" * 6000)
         assert memory_kib(address) - before < 8192
-        for number in range(2, 5):  # a few may be
+        for number in range(2, 5):  # at least these three connections are accepted
             connected = stack.enter_context(socket.create_connection(address, timeout=5))
             connected.sendall(request("/info") * number)
             got = b""

@@ -1,5 +1,5 @@
-"""The container without Docker: what its file copies and installs, in an empty environment,
-served from there.
+"""The container without Docker: run the Dockerfile's copy and install steps in an empty
+environment, and serve from it.
 """
 
 import json
@@ -23,12 +23,12 @@ DOCKERFILE = (ROOT / "envs/Dockerfile").read_text()
 
 
 def commands(word):
-    """What follows each `word` at the start of a line, continued lines joined."""
+    """Arguments of the Dockerfile lines that begin with `word`, continued lines joined."""
     return re.findall(rf"^{word} (.+)$", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
 
 
 def build(env, place):
-    """Do what the file says with the files it names. Result: the Python of the finished image."""
+    """Run the Dockerfile's steps on the files it names. Return the Python of the built image."""
     srv = place / "srv"
     srv.mkdir()
     for copied in commands("COPY"):
@@ -99,7 +99,7 @@ def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, 
             time.sleep(0.2)
         info = json.load(urllib.request.urlopen(f"http://127.0.0.1:{port}/info", timeout=5))
         assert info["env"] == env
-        assert info["pid"] == process.pid  # process 1 of a container: it gets the signals
+        assert info["pid"] == process.pid  # it is process 1 of a container and receives the signals
         loaded = Path(f"/proc/{process.pid}/maps").read_text()
         assert not [name for name in ABSENT if f"/{name}/" in loaded]
     finally:

@@ -1,5 +1,5 @@
-"""A server's doors, from outside: what pages, strangers and broken clients send, on raw sockets
-to a real process.
+"""A server's access control from outside: requests of web pages, strangers and broken clients, on
+raw sockets to a real process.
 """
 
 import concurrent.futures
@@ -33,7 +33,7 @@ def metric(address, line):
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", None],
 )
 def test_a_body_that_is_not_json_opens_no_session(server, route, kind):
-    """These a page may send to any address without asking; a page filled all sessions so."""
+    """A web page may send these anywhere without a preflight; they once filled all sessions."""
     address, _ = server
     for number in range(3):
         assert refusal(exchange(address, request(route, CREATE % number, Content_Type=kind))) == (
@@ -134,12 +134,12 @@ def test_a_host_may_be_the_address_asked_or_a_configured_name():
     ):
         assert not is_own(host, "10.0.0.5", names), host
     assert is_own("[FD00::5]:8000", "fd00::5", ())
-    assert is_own("10.0.0.5", "::ffff:10.0.0.5", ())  # a socket of both families
+    assert is_own("10.0.0.5", "::ffff:10.0.0.5", ())  # a dual-stack socket
 
 
 def test_configured_names_and_probes_of_a_pod_pass(tmp_path):
-    """A probe asks by the pod's address, bears no token and is answered; nothing else is
-    without the token.
+    """A probe uses the pod's address, has no token and is accepted; every other request needs the
+    token.
     """
     with started(tmp_path, "--allow-host", "env-babyai", host="127.0.0.3", token="hush-hush") as (
         address,
@@ -206,7 +206,7 @@ def test_a_request_cut_off_by_the_client_is_no_crash(server, route):
         with socket.create_connection(address, timeout=5) as connected:
             connected.sendall(request(route, b'{"id": 1, ' + b" " * 100)[:-50])
             time.sleep(0.05)
-        with socket.create_connection(address, timeout=5) as connected:  # and by a reset
+        with socket.create_connection(address, timeout=5) as connected:  # and for a reset
             connected.sendall(request(route, b'{"id": 1, ' + b" " * 100)[:-50])
             time.sleep(0.05)
             connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -216,7 +216,7 @@ def test_a_request_cut_off_by_the_client_is_no_crash(server, route):
 
 
 def test_a_page_cannot_fill_the_sessions(server):
-    """What a page can send without asking, as fast as it goes; another client still gets a
+    """A page sends requests without a preflight as fast as it can; another client still gets a
     session.
     """
     address, _ = server

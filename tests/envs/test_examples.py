@@ -1,4 +1,4 @@
-"""The worked examples are real plays, and of no item."""
+"""The worked examples are real episodes, and none of them is an item."""
 
 import importlib.util
 from dataclasses import replace
@@ -24,7 +24,7 @@ STANDIN = Path(__file__).parents[2] / "data/make_standin.py"
 
 
 def replayed(simulator, task_id, example):
-    """Carry out the example's actions. Result: the example anew, and whether it is solved."""
+    """Carry out the example's actions. Return the example made again, and its success."""
     first, results = simulator.reset(task_id), []
     for turn in example.turns:
         results.append(simulator.step(turn.action))

@@ -1,6 +1,4 @@
-"""Requests nobody should send, made from the served OpenAPI document, while somebody else plays
-on.
-"""
+"""Invalid requests made from the served OpenAPI document, while another client plays."""
 
 import asyncio
 import sys
@@ -28,8 +26,8 @@ STEPS = 6
 
 
 def fuzz(endpoint, folder, checks, *chosen, examples):
-    """Schemathesis over the operations chosen, which keeps notes in `folder`.
-    Result: its report; raises where a check failed.
+    """Run Schemathesis on the chosen operations, with its files in `folder`.
+    Return its report; raise if a check failed.
     """
     command = [
         sys.executable,
@@ -69,7 +67,7 @@ def num_refused(endpoint):
 
 
 @pytest.mark.parametrize(
-    ("env", "examples", "least"),  # of each operation, and requests that are refused in all
+    ("env", "examples", "least"),  # per operation; least number of refusals
     [
         ("textcraft", 20, 130),
         *(
@@ -80,7 +78,7 @@ def num_refused(endpoint):
 )
 def test_malformed_requests_break_nothing(env, examples, least, tmp_path):
     async def expert_actions(pool, task, number):
-        """An undisturbed episode: its actions and observations."""
+        """Play an undisturbed episode. Return its actions and observations."""
         async with pool.session(Item(env, task), f"alone {number}") as session:
             told = [session.observation]
             for _ in range(STEPS):

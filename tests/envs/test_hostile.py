@@ -1,5 +1,5 @@
-"""A small part of `benchmarks/hostile.py`, and what it cannot send: text that no wire carries,
-to what judges it.
+"""A small part of `benchmarks/hostile.py`, and text that it cannot send because no message can
+encode it.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from tests.benched import benchmark
 
 pytestmark = pytest.mark.integration
 FOLDER = Path(__file__).parents[2]
-SLOW_S = 1.5  # on a busy machine; what is quadratic takes minutes
+SLOW_S = 1.5  # for a busy machine; a quadratic algorithm takes minutes
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def bench():
 
 
 def storm(bench, name, number):
-    """Hostile actions, each answered in time by something that fits into a message."""
+    """Send hostile actions; assert that each gets a result in time that fits into a message."""
     case = bench.CASES[name]
     spec = load_spec(case.env, case.options)
     chance = random.Random(name)
@@ -43,7 +43,7 @@ def storm(bench, name, number):
                 observation,
                 ["craft 4 oak planks using 1 oak log", "go to red ball 1"],
             )
-            # no JSON that is read here holds half a pair
+            # JSON that the server reads cannot contain half a surrogate pair
             said = said.encode("utf-8", "replace").decode()
             began = time.perf_counter()
             result = simulator.step(said)
@@ -73,7 +73,7 @@ def test_no_action_breaks_the_laboratory_or_holds_it_up(bench, java):
 
 
 class Left:
-    """A page that shows what the policy wrote, wherever one looks."""
+    """Page that shows the policy's text in every part."""
 
     def __init__(self, url, text):
         self.url, self._text = url, text
@@ -130,7 +130,7 @@ def test_no_repeated_part_holds_up_an_evaluator(bench, length):
         lambda text: evaluators.must_include("0", text, whole_token=True),
         lambda text: scoring.f1(text, ["the river"]),
         lambda text: grammar.parse(f"<think>{text}<search>{text}"),
-    ) + ((parsed,) if length < 100_000 else ())  # the wire has cut an action by then
+    ) + ((parsed,) if length < 100_000 else ())  # longer actions are truncated
     for part in bench.PARTS if length < 100_000 else " 9²İ'":
         for text in (part * (length // len(part)), f".{part * (length // len(part))}x"):
             for look in looks:

@@ -51,7 +51,7 @@ def identities(name, ids, **options):
     [
         ("babyai", {}, (53, 135), 0),  # one world of two seeds
         ("textcraft", {"max_depth": 1}, (3, 127), 4),  # 124 goals of one level
-        ("searchqa", {}, (0, 1200), 1),  # 1,200 questions for the test
+        ("searchqa", {}, (0, 1200), 1),  # 1,200 test questions
     ],
 )
 def test_ids_of_one_task_have_one_digest(name, options, same, other):
@@ -119,7 +119,7 @@ def test_ctrl_c_ends_at_once_with_code_130(tmp_path):
         call(f"{url}/create", {"request_key": "k", "task_id": 0})
         process.send_signal(signal.SIGINT)
         assert process.wait(5) == 130
-        assert list(tmp_path.iterdir()) == []  # the port file goes with the port
+        assert list(tmp_path.iterdir()) == []  # the port file is removed, too
 
 
 def test_the_server_ends_when_its_owner_closes_the_pipe_even_with_open_sessions(tmp_path):
@@ -158,7 +158,7 @@ def test_the_server_ends_within_seconds_of_its_owner_being_killed_and_leaves_its
             os.kill(pid, 0)
         except ProcessLookupError:
             return True
-        # an orphan in a container without an init stays a zombie
+        # in a container without an init process an orphan stays a zombie
         with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rsplit(")", 1)[1].split()[0] == "Z"
 

@@ -1,4 +1,4 @@
-"""Our servers under OpenEnv's contract: its own client, and what no client of its sends."""
+"""Our servers under OpenEnv's contract: its client, and messages its client never sends."""
 
 import asyncio
 import contextlib
@@ -98,7 +98,7 @@ async def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(s
             0.0,
         )
         assert (await ask(socket, {"type": "state"}))["data"]["step_count"] == 1
-        # what it does not know is left out
+        # unknown fields are ignored
         again = await ask(socket, {"type": "reset", "data": {"seed": 36, "split": "train"}})
         assert again["data"]["observation"] == first["data"]["observation"]
 
@@ -215,7 +215,7 @@ async def test_a_connection_without_a_turn_is_ended_whatever_else_it_sends(servi
 
 
 async def test_environments_that_fail_have_the_codes_of_the_contract(serving, caplog):
-    # a report with half a surrogate pair cannot leave its process
+    # a report with half a surrogate pair cannot be sent between processes
     caplog.set_level("CRITICAL", "envs")
 
     async with (
@@ -225,7 +225,7 @@ async def test_environments_that_fail_have_the_codes_of_the_contract(serving, ca
         assert await code_of(socket, {"type": "reset", "data": {"seed": 2}}) == "EXECUTION_ERROR"
         await ask(socket, {"type": "reset"})
         assert await code_of(socket, step("break")) == "EXECUTION_ERROR"
-        assert await code_of(socket, step("on")) == "EXECUTION_ERROR"  # reset first
+        assert await code_of(socket, step("on")) == "EXECUTION_ERROR"  # needs a reset first
         await ask(socket, {"type": "reset", "data": {}})
         assert (await ask(socket, step("on")))["data"]["observation"]["text"] == "on"
         reply = await ask(socket, {"type": "reset", "data": {"seed": 1}})
@@ -287,7 +287,7 @@ def test_what_else_openenvs_tools_ask_for(serving):
             return json.loads(reply.read())
 
     with serving("textcraft", token=TOKEN) as (url, _):
-        assert status(f"{url}/health") == 200  # a probe bears no token
+        assert status(f"{url}/health") == 200  # a probe has no token
         assert status(f"{url}/schema") == status(f"{url}/metadata") == 401
         schema = get(f"{url}/schema")
         assert schema["action"]["required"] == ["message"]

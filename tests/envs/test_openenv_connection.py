@@ -1,4 +1,4 @@
-"""WebSockets that break the protocol, send without end or are no longer there."""
+"""WebSockets that break the protocol, send without end or have disappeared."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ async def test_clients_that_go_at_any_moment_leave_neither_session_nor_line(serv
         (raw_handshake(), b"HTTP/1.1 101"),
         (raw_handshake("/ws?x=%ff"), b"HTTP/1.1 101"),
         (raw_handshake(X="\xff"), b"HTTP/1.1 101"),
-        (raw_handshake(X="y" * 9_000), b""),  # HTTP allows it, a handshake does not
+        (raw_handshake(X="y" * 9_000), b""),  # valid in HTTP, but too long for a handshake
         (raw_handshake("/ws?" + "y" * 9_000), b""),
         (raw_handshake(X="y" * 20_000), b"HTTP/1.1 431"),
         (raw_handshake(Sec_WebSocket_Key=None), b"HTTP/1.1 400"),
@@ -76,7 +76,7 @@ async def test_clients_that_go_at_any_moment_leave_neither_session_nor_line(serv
         (raw_handshake(method="POST"), b""),
         (raw_handshake(method="POST", body="hello", Content_Length="5"), b""),
         (raw_handshake(body="hello", Content_Length="5"), b""),
-        # before the answer to an earlier request
+        # sent before the response to an earlier request
         (b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\n" + raw_handshake(), b""),
     ],
     ids=range(13),
@@ -107,7 +107,7 @@ def memory_kib():
 
 
 async def flood(url, *pieces, most=64 << 20):
-    """Bytes taken of a client that sends for ever and reads nothing."""
+    """Send forever without reading. Return the number of bytes that the server accepted."""
     async with socket_of(url, max_queue=1) as socket:
         transport, sent = socket.transport, 0
         transport.pause_reading()
@@ -185,7 +185,7 @@ async def test_a_client_that_is_no_longer_there_loses_its_place(serving, monkeyp
     ):
         await ask(gone, RESET)
         await ask(there, RESET)
-        # as if its machine had died: nothing is answered, nothing closed
+        # as if the client's machine had died: no response, no close
         gone.transport.pause_reading()
         until = time.monotonic() + 5
         while sessions.info().active_sessions > 1:
@@ -197,7 +197,7 @@ async def test_a_client_that_is_no_longer_there_loses_its_place(serving, monkeyp
 
 
 def num_connections(url):
-    """Those of the server in this process."""
+    """Return the number of connections of the server in this process."""
     port = int(url.rpartition(":")[2])
     found = psutil.Process().net_connections("tcp")
     return sum(

@@ -1,4 +1,4 @@
-"""Options as a person gives them: defaults fill up, and no secret leaves by an option's name."""
+"""Options as a user gives them: defaults are filled in, and secrets do not leak by their names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Text that came from elsewhere has what steers a terminal spelled out."""
+"""Terminal control characters in foreign text are escaped."""
 
 import io
 import logging
@@ -6,8 +6,8 @@ import sys
 
 from envs.plain import PlainFormatter, plain, whole
 
-# a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read
-# backwards, a line written over
+# window title, cleared screen, link, bell, C1 control sequence, text that is displayed backwards,
+# overwritten line
 HOSTILE = "ok\x1b]0;owned\x07\x1b[2J\x1b]8;;http://evil\x1b\\x\x9b31m\u202ekcab\u2028\rfailed"
 STEERING = set("\x1b\x07\x9b\u202e\u2028\r")
 

@@ -1,4 +1,4 @@
-"""What a server needs is its own extra and the one of all servers."""
+"""A server needs only its environment's extra and the extra of all servers."""
 
 import sys
 from pathlib import Path

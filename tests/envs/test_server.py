@@ -1,4 +1,4 @@
-"""The rules of the wire, on the real app and a simulator that counts what is done to it."""
+"""The HTTP contract, on the real app and a simulator that counts its calls."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ async def test_a_batch_is_answered_as_its_requests_would_be_alone():
         asked = [
             {"session_id": good, "turn": 1, "action": "go"},
             {"session_id": bad, "turn": 1, "action": "crash"},
-            {"session_id": good, "turn": 1, "action": "go"},  # again: the stored reply
+            {"session_id": good, "turn": 1, "action": "go"},  # repeated: the stored response
             {"request_key": "new", "task_id": 5},
             {"request_key": "unlucky", "task_id": 13},
             {"session_id": good, "turn": 3, "action": "go"},
@@ -79,7 +79,7 @@ async def test_a_batch_is_answered_as_its_requests_would_be_alone():
             "session_gone",
         ]
         assert replies[0] == replies[2]
-        assert simulator.acted == 1 + 2  # the scripted episode's, one of each session
+        assert simulator.acted == 1 + 2  # one action of the scripted episode, and one per session
         assert sessions.metrics.steps._value.get() == 1
 
 
@@ -120,7 +120,7 @@ async def test_an_expert_that_fails_or_hangs_costs_an_error_and_not_the_session(
         assert "no idea" in reply.json()["message"]
         asked = asyncio.create_task(client.post("/expert", json={"session_id": hung}))
         await asyncio.sleep(0.05)
-        # the server answers others meanwhile
+        # the server answers other requests meanwhile
         assert (await step(client, good, 1)).status_code == 200
         reply = await asked
         assert refusal(reply) == (500, "expert_failed")
@@ -244,8 +244,8 @@ async def test_the_openapi_document_names_every_route_and_its_messages():
 
 
 async def test_what_an_environment_offers_beside_episodes_is_served():
-    """Hints on a route of their own, figures in the metrics, a refusal of tasks it does not
-    have, an end of what its sessions share.
+    """An environment can serve hints, add metrics, refuse unknown tasks, and clean up what its
+    sessions share.
     """
 
     class Hinting(Counter):

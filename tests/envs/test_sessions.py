@@ -1,4 +1,4 @@
-"""Sessions of a server: one per key, reaped, bounded, drained, and ready when they can be."""
+"""Sessions of a server: one per key, reaped, bounded, drained, and ready in time."""
 
 import asyncio
 import sys
@@ -171,7 +171,7 @@ async def test_many_simulators_that_are_slow_to_close_hold_up_the_end_of_a_serve
         for number in range(64):
             await create(client, f"k{number}")
         ending = time.monotonic()
-    assert time.monotonic() - ending < 3  # one after the other: 6.4
+    assert time.monotonic() - ending < 3  # sequentially it would take 6.4 s
     assert Slow.closed == Slow.made
 
 
@@ -198,7 +198,7 @@ async def test_a_server_is_ready_once_it_is_warm():
         cooking.wait(10)
         warmed.append(most)
 
-    # waits for readiness for a second
+    # the server needs a second to become ready
     async with serving(warm=warm, max_sessions=7) as (client, sessions, _):
         assert refusal(await client.get("/readyz")) == (503, "not_ready")
         cooking.set()

@@ -1,4 +1,4 @@
-"""A server that serves for weeks: what sessions took is given back, also by those nobody closed."""
+"""A server in long use: resources of sessions are freed, also of sessions that no client closed."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ CONCURRENCY = 32
 
 
 class Held:
-    """What a process holds of the machine."""
+    """Resources that a process uses."""
 
     def __init__(self, pid):
         self._process = psutil.Process(pid)
@@ -51,7 +51,7 @@ class Held:
 
 
 async def visit(pool, env, first, count):
-    """`count` sessions of five steps each, CONCURRENCY at a time."""
+    """Play `count` sessions of five steps each, CONCURRENCY at a time."""
     slots = asyncio.Semaphore(CONCURRENCY)
 
     async def one(number):
@@ -81,10 +81,10 @@ async def abandon(pool, endpoint, count, wave):
 
 
 async def soak(env, endpoints, num_sessions, num_abandoned):
-    """Result: what is held when a fifth is over, and in the end; each time after as many sessions
-    were open at once as ever will be.
+    """Return the usage after a fifth of the sessions and at the end; both times after the highest
+    number of concurrent sessions.
 
-    An allocator keeps what the busiest moment took, and a leak shows as more than that.
+    An allocator keeps the peak's memory; a leak adds to that.
     """
     async with EnvPool(endpoints, request_timeout_s=60) as pool:
         held = Held((await pool.info())[0].pid)

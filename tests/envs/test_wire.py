@@ -1,4 +1,4 @@
-"""Messages of the wire: what is misspelt, of another type or too large is no message."""
+"""Messages of the API: misspelled, wrongly typed or too large fields are rejected."""
 
 import json
 

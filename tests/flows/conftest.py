@@ -1,4 +1,4 @@
-"""Fixtures of tests/projects.py: clones of this repository, and what is typed in them."""
+"""Fixtures of tests/projects.py: clones of this repository, and commands in them."""
 
 from tests.flows.deployed import deployed, switched_on  # noqa: F401
 from tests.projects import (  # noqa: F401

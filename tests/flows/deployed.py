@@ -1,4 +1,4 @@
-"""A project with its services up, as `make up` leaves it, and what runs in it."""
+"""A project whose services run, as after `make up`, and its flow runs."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 
 class Deployed:
-    """A project with its services up, and the `prefect` command in it."""
+    """Project whose services run, with methods for its `prefect` command."""
 
     def __init__(self, project):
         self.project = project
@@ -28,7 +28,7 @@ class Deployed:
         return ended.stdout
 
     def submit(self, deployment, *overrides):
-        """`prefect deployment run`. Result: the flow run's id."""
+        """Run `prefect deployment run`. Return the flow run's id."""
         said = self.prefect(
             "deployment",
             "run",
@@ -41,7 +41,7 @@ class Deployed:
         ).group()
 
     def request(self, deployment, *overrides):
-        """As `submit`, by the interface. Result: the flow run's id."""
+        """Create a flow run through Prefect's API. Return its id."""
         found = self.api(f"deployments/name/{deployment}")
         asked = {"run": {"overrides": overrides}} if overrides else {}
         made = self.api(f"deployments/{found['id']}/create_flow_run", {"parameters": asked})
@@ -52,7 +52,7 @@ class Deployed:
         return json.loads((self.project.folder / ".agentgym/services.json").read_text())
 
     def api(self, path, body=None, method=None):
-        """Prefect's own interface; its client would take seconds to import for every look."""
+        """Call Prefect's HTTP API; importing its client would take seconds per call."""
         services = self.services
         data = None if body is None else json.dumps(body).encode()
         headers = {
@@ -66,7 +66,7 @@ class Deployed:
             return json.loads(reply.read() or "null")
 
     def look(self, run):
-        """A flow run with its task runs, artifacts and logs."""
+        """Return a flow run with its task runs, artifacts and logs."""
         flow_run, mine = self.api(f"flow_runs/{run}"), {"id": {"any_": [run]}}
         tasks = self.api("task_runs/filter", {"flow_runs": mine})
         artifacts = self.api("artifacts/filter", {"flow_runs": mine, "sort": "CREATED_DESC"})
@@ -76,7 +76,7 @@ class Deployed:
             "state": flow_run["state"]["name"],
             "message": flow_run["state"]["message"],
             "attempts": flow_run["run_count"],
-            # a task run that was just created may have no state yet
+            # a new task run may have no state yet
             "tasks": [
                 (
                     task["name"],
@@ -100,21 +100,21 @@ class Deployed:
                 self.log("prefect"),
                 self.log("supervisor"),
             )
-            time.sleep(0.7)  # each look costs the server 20 ms
+            time.sleep(0.7)  # a request costs the server 20 ms
         return self.look(run)
 
     def log(self, name):
-        """The end of a service's log, for a failure's message."""
+        """Return the last lines of a service's log, for a failure's message."""
         return "\n".join(
             (self.project.folder / f".agentgym/logs/{name}.log").read_text().splitlines()[-20:]
         )
 
     def commits(self, step):
-        """How many of a step are in the store, by any run."""
+        """Return the number of a step's commits in the store, over all runs."""
         return len([path for path in self.project.manifests() if f"/{step}-" in str(path)])
 
     def wait_for_commit(self, step, count):
-        """Until there are so many."""
+        """Wait until the step has `count` commits."""
         wait_until(lambda: self.commits(step) >= count, 240, why=lambda: f"{step} never committed")
 
     def pids(self, *words):
@@ -126,8 +126,8 @@ class Deployed:
 
 
 def processes(project):
-    """{pid: command line} of everything that runs in this project, but for the supervisor's child
-    that looks for dead runs now and then.
+    """{pid: command line} of all processes in this project, without the supervisor's periodic
+    child that looks for dead runs.
     """
     found = {}
     for entry in Path("/proc").iterdir():
@@ -151,8 +151,8 @@ def make(project, target, *words):
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory, finished, made_databases):
-    """`make up` in a copy of a finished project: a few steps of another seed are quick, and its
-    data is pulled.
+    """Run `make up` in a copy of a finished project; a few steps with another seed are fast, and
+    its data is pulled.
     """
     project = type(finished)(tmp_path_factory.mktemp("deployed") / "project", finished.home)
     shutil.copytree(
@@ -181,7 +181,7 @@ def deployed(tmp_path_factory, finished, made_databases):
 
 @pytest.fixture
 def switched_on(deployed):
-    """switched_on(deployment, switch): its switch in prefect.yaml is on, until the test ends."""
+    """switched_on(deployment, switch): set the switch in prefect.yaml until the test ends."""
     file = deployed.project.folder / "prefect.yaml"
     before, changed = file.read_text(), set()
 

@@ -1,4 +1,4 @@
-"""A test's copy of this repository is what git has of it: results of a run beside it are not."""
+"""The tests' clone contains only tracked files, without the results of a run."""
 
 import subprocess
 from pathlib import Path

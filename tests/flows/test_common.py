@@ -1,4 +1,4 @@
-"""What the flows have in common: their parameters, and which steps belong to which."""
+"""Common parts of the flows: their parameters, and the steps of each flow."""
 
 from pathlib import Path
 

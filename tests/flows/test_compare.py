@@ -1,4 +1,4 @@
-"""A comparison as a user runs it: cells side by side, one that fails, the same command again."""
+"""A comparison as a user runs it: several cells, one that fails, and a repeated command."""
 
 import json
 import re
@@ -32,7 +32,7 @@ SMALL = {
 BROKEN = {
     "name": "broken",
     "set": {"optimizer": {"lr": 0.0003}, "env": {"request_timeout_s": 1e-6}},
-}  # in no key: it shares what the others do
+}  # the timeout is in no key: this cell shares the other cells' steps
 
 
 WORDS = ("comparisons/small.yaml", "--out", "out")
@@ -48,8 +48,8 @@ def steps_in(manifests):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory, make_clone, made_databases):
-    """A clone in which a comparison ran whose last cell cannot work.
-    Two cells at a time, all of one seed: they share their start.
+    """A clone with a finished comparison whose last cell fails.
+    Two cells run at a time; they have one seed and share their first steps.
     """
     project = make_clone(tmp_path_factory.mktemp("compared"))
     made_databases(project)
@@ -266,12 +266,12 @@ def test_comparisons_of_the_repository_are_valid(pulled):
             for recipe in yaml.safe_load(file.read_text())["recipes"].values()
         }
         shown = pulled.run("agentgym", "compare", str(file))
-        if "dataset not imported" in shown.stderr:  # of the published lists, whose cells are valid
+        if "dataset not imported" in shown.stderr:  # needs the published lists; the cells are valid
             cells = cells_of(load_comparison(file))
             assert {cell.protocol.name for cell in cells} == {"agentgym-rl"}
             assert contrast_rows(load_comparison(file), cells)
         elif named <= RECIPES.keys():
             assert shown.returncode == 0, shown.stderr
             assert "No cell is done." in shown.stdout
-        else:  # benchmarks/learn.py leaves such a file out
+        else:  # benchmarks/learn.py skips such a file
             assert (shown.returncode, "is unknown" in shown.stderr) == (2, True)

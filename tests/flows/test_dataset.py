@@ -1,4 +1,4 @@
-"""What the whole command says where its dataset cannot be had as it is pinned."""
+"""Messages of the whole command if its dataset is not available as pinned."""
 
 import json
 
@@ -35,6 +35,6 @@ def test_a_dataset_that_is_not_the_pinned_one_fails_the_flow_in_words(fresh):
         .startswith("error: digest mismatch: data/AgentGym-RL-Data-ID is not what ")
     )
     assert not (fresh.folder / ".agentgym/store").exists()
-    # brought back as the message says, the run's first step is done with it
+    # restored as the message suggests, the dataset lets the first step finish
     assert fresh.run("dvc", "checkout", "--force", "data/AgentGym-RL-Data-ID.dvc").returncode == 0
     assert fresh.run("dvc", "repro", "prepare").returncode == 0

@@ -1,4 +1,4 @@
-"""What fails or dies in a deployment is told, found and brought back."""
+"""Failures and deaths in a deployment are reported, detected and recovered."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(de
         "--param",
         'run={"overrides": ["seed"]}',
     )
-    assert refused.returncode == 1  # by the form's own rules, before there is a run
+    assert refused.returncode == 1  # refused by the form's schema, before a run exists
     misspelled = deployed.request("train/local", "rollout.gruop_size=4")
     seen = deployed.wait(misspelled, "Failed", "Completed")
     assert "unknown key rollout.gruop_size; did you mean rollout.group_size?" in seen["message"]
@@ -37,7 +37,7 @@ def test_a_wrong_parameter_fails_at_once_with_one_line_and_is_not_tried_again(de
 
 @pytest.fixture
 def inbox():
-    """(its address, the messages it got)"""
+    """Yield (its address, the received messages)."""
     received = []
 
     class Inbox(Handler):
@@ -68,7 +68,7 @@ def test_people_are_told_of_a_failed_run_once_that_is_switched_on(deployed, swit
     made = deployed.project.run("python", "-c", MAKE_BLOCK, address)
     assert made.returncode == 0, made.stderr
     switched_on("notify", "enabled")
-    nobody = deployed.request("train/local", "data.path=elsewhere")  # the block it names is none
+    nobody = deployed.request("train/local", "data.path=elsewhere")  # no such block
     deployed.wait(nobody, "Failed")
     wait_until(
         lambda: any(
@@ -108,7 +108,7 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
     run = deployed.request("evaluate/local", "evaluation.num_items=2")
     seen = deployed.wait(run, "Completed", "Failed")
     assert seen["state"] == "Completed", seen["message"]
-    assert log.read_bytes() == before  # no server of its own
+    assert log.read_bytes() == before  # the run started no server
     assert int(server["held by"].removeprefix("process ")) in deployed.pids(
         "agentgym.deploy.environment"
     )

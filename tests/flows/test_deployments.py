@@ -172,7 +172,7 @@ def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(dep
         ("mlflow", "/#/experiments", "agentgym-babyai"),
     ):
         assert f"open     {logged_in(services, name)}\n" in printed
-        for host in ("127.0.0.1", "localhost"):  # the second as through a forwarded port
+        for host in ("127.0.0.1", "localhost"):  # the second host is as through a forwarded port
             page, failures = browser.new_context().new_page(), []
             page.on(
                 "response",
@@ -184,7 +184,7 @@ def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(dep
             own = services[name].replace("127.0.0.1", host)
             assert page.url.startswith(f"{own}/")
             assert "login" not in page.url
-            failures.clear()  # a browser's first request is without the login, and is asked for it
+            failures.clear()  # a browser's first request has no login and gets a 401
             page.goto(f"{own}{page_path}", timeout=60_000)
             page.get_by_text(shown).first.wait_for(timeout=60_000)
             assert failures == []
@@ -221,7 +221,7 @@ def test_a_page_of_another_origin_does_and_reads_nothing_even_in_the_owners_brow
     with http_server(Page) as theirs:
         context = browser.new_context()
         context.new_page().goto(logged_in(deployed.services, "prefect"), timeout=60_000)
-        for host in ("127.0.0.1", "localhost"):  # of the same site, and of another
+        for host in ("127.0.0.1", "localhost"):  # same-site and cross-site
             page, answered = context.new_page(), {}
             page.on(
                 "response",
@@ -295,8 +295,8 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     assert seen["state"] == "Completed", seen["message"]
     assert seen["attempts"] == 2
     assert seen["name"] == "params.yaml horizon.stage_steps=[6,1,1]"
-    # the interrupted task run is not left as running for ever; the server books states of task runs
-    # a moment after they came
+    # the interrupted task run must not stay in state Running; the server stores task run states
+    # with a short delay
     deadline = time.monotonic() + 60
     while any(state in (None, "Pending", "Running") for _, state, _ in seen["tasks"]):
         assert time.monotonic() < deadline, seen["tasks"]
@@ -320,7 +320,7 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
         "environments up",
         "report",
     } <= states.keys()
-    # progress while it runs, a table and the MLflow run after it
+    # progress during the run; afterwards a table and the link to the MLflow run
     artifacts = {
         key: (kind, description, data)
         for key, kind, description, data in reversed(seen["artifacts"])
@@ -337,7 +337,7 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     rows = json.loads(data) if isinstance(data, str) else data
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert {"rollout_max_turns", "rollout_success", "validation_success"} <= rows[0].keys()
-    # the library's logs are the run's logs
+    # the flow run's logs contain the library's logs
     assert any(
         name == "agentgym.training.rl" and message.startswith("step 6: success")
         for name, message in seen["logs"]

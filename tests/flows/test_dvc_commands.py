@@ -1,5 +1,5 @@
-"""DVC's own commands on a copy of this repository: experiments, what differs between them, and
-pages that need no network.
+"""DVC's commands on a copy of this repository: experiments, their differences, and pages that
+need no network.
 """
 
 import json
@@ -23,7 +23,7 @@ CHECKPOINTS = ("initialize", "warm-start", "stage-1", "stage-2", "stage-3")
 
 @pytest.fixture(scope="module")
 def experiment(tmp_path_factory, finished):
-    """A clone whose outputs are committed, and in it `dvc exp run -S` of another number of test
+    """A clone whose outputs are committed, after `dvc exp run -S` with another number of test
     items.
     """
     project = type(finished)(tmp_path_factory.mktemp("dvc") / "project", finished.home)
@@ -81,7 +81,7 @@ def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
     assert numbers.keys() == {"greedy", "avg_at_2", "pass_at_2", "gain", "coverage"}
 
 
-# --all: so small a model may do equally badly on more items
+# --all: a model this small may solve equally few of more items
 @pytest.mark.parametrize("command", ["show", "diff --all"])
 def test_metrics_fit_a_terminal_of_100_columns(experiment, command):
     project = experiment
@@ -121,7 +121,7 @@ def test_another_schedule_is_refused_until_its_file_is_made_and_then_runs(
     assert refused.returncode != 0
     assert "dvc.yaml does not describe the run that params.yaml asks for" in refused.stderr
     assert "Run `agentgym dvc`, then `dvc repro`" in refused.stderr
-    # the change is in the workspace, as DVC leaves it
+    # DVC leaves the change in the workspace
     made = project.run("agentgym", "dvc")
     assert made.returncode == 0, made.stderr
     ran = project.run("dvc", "repro", timeout=900)

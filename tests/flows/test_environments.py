@@ -1,4 +1,4 @@
-"""Servers that are kept, and those a cancelled run has left: what flows do about them."""
+"""The flows reuse servers that are kept, and clean up servers of a canceled run."""
 
 from types import SimpleNamespace
 

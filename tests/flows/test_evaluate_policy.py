@@ -1,4 +1,4 @@
-"""Any policy by the flow and as a stage of DVC: one evaluation, found done by the other."""
+"""Evaluate any policy by the flow and as a DVC stage: the second finds the first's result."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_the_flow_and_a_stage_of_dvc_take_what_the_command_takes(
     (project.folder / "outputs").mkdir(exist_ok=True)
     reproduced = project.run("dvc", "repro", "evaluations/dvc.yaml:random", timeout=600)
     assert reproduced.returncode == 0, reproduced.stdout + reproduced.stderr
-    assert "done: evaluation" in reproduced.stdout  # it was played by the flow
+    assert "done: evaluation" in reproduced.stdout  # the flow has played it
     told = json.loads((project.folder / "outputs/evaluation-random.json").read_text())
     assert told["results"]["coverage"] == 1.0
     again = project.run("dvc", "repro", "evaluations/dvc.yaml:random")

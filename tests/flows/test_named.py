@@ -1,5 +1,5 @@
-"""Commands that documents, pages and messages name are typed as they stand, with their placeholders
-filled in.
+"""Commands that documents, pages and messages name run as written, with their placeholders filled
+in.
 """
 
 import os
@@ -16,7 +16,7 @@ from tests.flows.test_readme import COMMANDS, answers
 from tests.test_printed import NAMED, ROOT
 from tests.waiting import wait_until
 
-# what this machine cannot give: a network, a cluster, a GPU, or an hour
+# not available here: a network, a cluster, a GPU, or an hour
 OUT_OF_REACH = {
     r"make (kubernetes|measure NAME=capacity)": "a cluster",
     r"prefect (deployment run pipeline/kubernetes|flow-run)": "a cluster with a run",
@@ -46,7 +46,7 @@ SEEN_ELSEWHERE = {
     "python -m envs identities": "tests/envs/test_main.py",  # it reads tasks from standard input
 }
 DATA = "data/AgentGym-RL-Data-ID"
-FILLED = {  # what is left open where it is named, in the words of this project
+FILLED = {  # placeholders in documents, filled in for this project
     "agentgym step 1": "agentgym step stage-1",
     "agentgym step 1 --out 1": "agentgym step prepare --out outputs/prepare.json",
     "agentgym step --wait S": "agentgym step stage-1 --wait 1",
@@ -76,14 +76,14 @@ FILLED = {  # what is left open where it is named, in the words of this project
     "dvc add 1": f"dvc add {DATA}",
     "dvc remove 1": f"dvc remove {DATA}.dvc",
 }
-CODES = {"python -m services status": 1, "agentgym rollback": 2}  # nothing runs; nobody before
+CODES = {"python -m services status": 1, "agentgym rollback": 2}  # none runs; no previous champion
 CHANGES = ("agentgym gc", "dvc remove", "dvc add", "dvc repro", "make clean", "agentgym rollback")
 LONG = ("dvc repro", "agentgym audit", "python -m envs.", "agentgym evaluate", "python -m flows.")
 SERVES = re.compile(r"python -m envs serve|agentgym view( r\w*| --set .*)?$")
 
 
 def is_typed(command, place):
-    if command in COMMANDS or str(place) == "docs/adding.md":  # test_readme.py, test_adding.py
+    if command in COMMANDS or str(place) == "docs/adding.md":  # in test_readme.py, test_adding.py
         return False
     if any(re.match(pattern, command) for pattern in OUT_OF_REACH):
         return False
@@ -143,7 +143,7 @@ def test_a_command_that_is_named_works(project, copied, tmp_path, command):
     ended = project.run(*filled(command, project))
     said = ended.stdout + ended.stderr
     asks_for_more = re.search("arguments are required|expected one (argument|of POLICY)", said)
-    if asks_for_more and command not in FILLED:  # a text names the command without arguments
+    if asks_for_more and command not in FILLED:  # the text names the command without arguments
         assert ended.returncode in (2, 254), said
     else:
         assert ended.returncode == CODES.get(command, 0), said

@@ -1,4 +1,4 @@
-"""What a run is told to use is not there, or goes away: it says so in time, names what to do,
+"""A resource of the run is missing or disappears: the run reports it in time, suggests a remedy,
 and loses nothing.
 """
 
@@ -34,7 +34,7 @@ def answers(url):
 
 
 def kill(process):
-    """With its children, as a machine would go."""
+    """Kill a process and its children, as a machine failure would."""
     if process.poll() is None:
         for each in [
             *psutil.Process(process.pid).children(recursive=True),
@@ -47,7 +47,7 @@ def kill(process):
 
 @pytest.fixture
 def start(fresh):
-    """fresh.start, and an end for what is still running when the test is over."""
+    """Yield fresh.start; at the end, kill the processes that still run."""
     started = []
 
     def begin(*command):
@@ -64,7 +64,7 @@ def commits(project, step):
 
 
 def warm_started(project, *overrides):
-    """The steps before stage 1, done."""
+    """Run the steps before stage 1."""
     assert project.run("dvc", "pull").returncode == 0
     for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         ended = project.run("agentgym", "step", name, *overrides)
@@ -137,7 +137,7 @@ def test_an_environment_server_that_dies_in_a_stage_costs_the_unfinished_step_al
         "see to the environment servers. Nothing committed is lost: the same command continues"
         in last
     )
-    # one warning and the end, for 16 episodes
+    # one warning and one final error, for 16 episodes
     assert sum("attempt" in line for line in said.splitlines()) == 2, said
     kept = fresh.manifests()
     assert 1 <= len(commits(fresh, "stage-1")) < 12

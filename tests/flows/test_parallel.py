@@ -1,4 +1,4 @@
-"""An evaluation beside the next stage: Prefect's graph, equal results, kills."""
+"""Evaluations in parallel with the next stage: Prefect's graph, equal results, kills."""
 
 import json
 import os
@@ -18,7 +18,7 @@ BESIDE = "pipeline.parallel=2"
 
 
 def content(project):
-    """(step, commit) -> its key, digests of weights and outcomes, numbers."""
+    """(step, commit) -> its key, digests of weights and outcomes, results."""
     manifests = [json.loads(path.read_bytes()) for path in project.manifests()]
     return {
         (each["step"], each["seq"]): (each["key"], each["blobs"], each["results"])
@@ -57,7 +57,7 @@ def is_scored(step):
 
 
 def children(project):
-    """Processes of evaluations beside the run."""
+    """Processes of evaluations that run in parallel with the run."""
     found = []
     for entry in Path("/proc").iterdir():
         try:

@@ -42,7 +42,7 @@ def test_prefect_shows_each_step_after_the_steps_it_builds_on(finished):
         name: {steps[parent].title for parent in step.parents} for name, step in steps.items()
     }
     ends = [ran[step.title].ended for step in steps.values()]
-    assert ends == sorted(ends)  # one after the other
+    assert ends == sorted(ends)  # sequential
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_an_alarm_is_told_wherever_a_run_is_looked_at(finished):
     begins = "alarm entropy at optimizer step 3"
     (alarm,) = {
         text for text in finished.told_in_prefect("log", "message") if text.startswith(begins)
-    }  # once, where the trouble began
+    }  # logged once, at its first step
     assert alarm.endswith(
         "raise algorithm.clip_high or algorithm.entropy_coef, or lower optimizer.lr"
     )
@@ -127,7 +127,7 @@ def test_another_evaluation_parameter_runs_evaluations_alone(finished):
     }
     assert added == {name for name, action in actions.items() if action == "run"}
     assert before.items() <= finished.manifests().items()
-    # the same weights are not registered twice
+    # equal weights are not registered twice
     assert "version 1" in ran.stdout
 
 
@@ -193,7 +193,7 @@ def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
         for step in json.loads(fresh.run("agentgym", "plan", "--json", *set_short).stdout)["steps"]
     }
     assert plan["initialize"]["action"] == "skip"
-    if plan["warm-start"]["action"] != "skip":  # the signal came before its last commit
+    if plan["warm-start"]["action"] != "skip":  # the signal arrived before its last commit
         assert (plan["warm-start"]["action"], plan["warm-start"]["why"]) == (
             "resume",
             "at 20 (commit 0)",

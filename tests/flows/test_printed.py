@@ -1,4 +1,4 @@
-"""Commands that a run prints, in the terminal and on its pages, work as they stand."""
+"""Commands that a run prints, in the terminal and on its pages, run as written."""
 
 import contextlib
 import re
@@ -10,7 +10,7 @@ import pytest
 
 COMMAND = r"(?:agentgym|make|python -m|dvc|prefect) [^`<>\n]+"
 TITLED = rf"^(?:see|check|compare) +({COMMAND})$"
-# they serve until they are ended (test_readme.py, test_view.py), or are named without arguments
+# servers that run until stopped (test_readme.py, test_view.py), or named without arguments
 NOT_TYPED = ("agentgym view", "make ui", "make up", "agentgym promote", "agentgym rollback")
 
 
@@ -22,7 +22,7 @@ def commands_of(text):
 
 
 def pages_of(project):
-    """Texts of MLflow, Prefect and reports."""
+    """Yield the texts of MLflow, Prefect and reports."""
     with contextlib.closing(sqlite3.connect(project.folder / ".agentgym/mlflow.db")) as mlflow:
         notes = mlflow.execute("select value from tags where key = 'mlflow.note.content'")
         described = mlflow.execute("select description from registered_models")
@@ -32,7 +32,7 @@ def pages_of(project):
         yield path.read_text(encoding="utf-8")
 
 
-@pytest.mark.timeout(900)  # three audits among them
+@pytest.mark.timeout(900)  # it runs three audits
 def test_what_runs_with_and_without_overrides_print_works_as_it_stands(
     finished, copied, tmp_path_factory
 ):

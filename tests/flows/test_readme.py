@@ -1,4 +1,4 @@
-"""Every command the README shows is run: here, or by CI itself."""
+"""Every command in the README is run, here or by CI."""
 
 import contextlib
 import os
@@ -27,12 +27,12 @@ COMMANDS = [
     if line.strip()
 ]
 BY_CI = ("make pipeline", "make test")
-BY_HAND = ("make real",)  # most of an hour; `make real-test` is its twin
+BY_HAND = ("make real",)  # most of an hour; `make real-test` is its small version
 SERVERS = ("make ui", "python -m envs serve")
-# test_deployments.py, test_dvc_commands.py
+# run by test_deployments.py, test_dvc_commands.py
 DEPLOYED = ("make up", "make down", "prefect ", "dvc exp ", "dvc plots ", "dvc params ")
 
-# what these do other tests do too, and they take a minute each: make slow
+# other tests cover these, and they take a minute each: make slow
 LONG = (
     "agentgym data validate",
     "dvc repro",
@@ -98,7 +98,7 @@ def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
             )
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
+            os.killpg(process.pid, signal.SIGINT)  # like Ctrl-C
         process.wait(30)
     wait_until(lambda: not finished.processes(), 30, why=lambda: finished.processes())
 

@@ -175,7 +175,7 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     assert table[0].split() == titles
     assert max(map(len, table)) <= 80
     counted = [(line.count("100.0"), "gain" in line) for line in table]
-    assert [each[0] for each in counted[1:]] == [4, 4, 5, 5, 5]  # no row is broken
+    assert [each[0] for each in counted[1:]] == [4, 4, 5, 5, 5]  # no row is wrapped
     assert table[1].startswith("untrained ")
 
 
@@ -188,7 +188,7 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     ],
 )
 def test_a_step_that_somebody_else_runs_shows_no_traceback_before_its_line(error, num_lines):
-    """The records as Prefect's engines log them; a bug keeps its traceback."""
+    """Records are as Prefect's engines log them; a bug keeps its traceback."""
     logger = logging.getLogger("prefect.task_runs")
     try:
         raise error

@@ -1,4 +1,4 @@
-"""What the viewer says of a run that the pipeline made."""
+"""The viewer on a run that the pipeline made."""
 
 import shutil
 
@@ -15,7 +15,7 @@ from agentgym.viewer.viewer import FOLDER, Viewer
 
 @pytest.fixture
 def viewer(finished, monkeypatch):
-    """Of the run, its index built."""
+    """Yield a viewer of the run with its index built."""
     monkeypatch.chdir(finished.folder)
     opened = Viewer.open(load_config("params.yaml"))
     opened.refresh()
@@ -26,7 +26,7 @@ def viewer(finished, monkeypatch):
 
 @pytest.mark.parametrize("count", [8, pytest.param(32, marks=pytest.mark.slow)])
 def test_replays_agree_with_the_record_on_every_episode_that_an_audit_draws(viewer, count):
-    """32 of each step is what `agentgym audit` draws, where it is not told otherwise."""
+    """32 episodes per step are the default of `agentgym audit`."""
     steps = read_steps(viewer.cfg, viewer.store, Checks("content"), Checks("lineage"))
     sample = replay_sample(steps, count, seed=29)
     said = {}

@@ -1,4 +1,4 @@
-"""The manifests as kustomize renders them, rendered once."""
+"""The manifests as kustomize renders them, cached for the session."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ ENVS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")
 
 @pytest.fixture(scope="session")
 def manifests(tmp_path_factory):
-    """A copy of k8s/ with the digests that the overlay gpu asks for."""
+    """Return a copy of k8s/ with the digests that the overlay gpu requires."""
     folder = tmp_path_factory.mktemp("manifests") / "k8s"
     shutil.copytree(K8S, folder)
     lines = [
@@ -28,14 +28,14 @@ def manifests(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def objects(manifests):
-    """Objects of an overlay and optional components; the caller may change them."""
+    """objects(overlay, *components) -> rendered objects; the caller may change them."""
     render = functools.cache(
         lambda overlay, components: rendered(overlay, components=components, manifests=manifests)
     )
     return lambda overlay, *components: copy.deepcopy(render(overlay, components))
 
 
-# (verb, group/resource) of the account of the flow
+# (verb, group/resource) of the flow's account
 NEEDED = [
     (verb, resource)
     for resource in (
@@ -74,5 +74,5 @@ REFUSED = [
 
 @pytest.fixture(scope="session")
 def rights():
-    """What the flow must be able to do, and what it must not."""
+    """Return the permissions that the flow needs, and those it must not have."""
     return NEEDED, REFUSED

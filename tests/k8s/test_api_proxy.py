@@ -1,4 +1,4 @@
-"""The proxy of the tests has the API server's bad days on command, and otherwise passes on."""
+"""The tests' proxy makes the API server fail on command, and otherwise forwards."""
 
 import json
 
@@ -12,7 +12,7 @@ pytestmark = [
 
 @pytest.fixture
 def api(api_proxy):
-    """Core API through the proxy, by a client that repeats nothing."""
+    """Core API through the proxy, by a client without retries."""
     from kubernetes import client, config
 
     settings = client.Configuration()

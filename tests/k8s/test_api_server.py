@@ -1,7 +1,7 @@
-"""A real API server takes the manifests, as often as they are sent, and gives the flow its rights.
+"""A real API server accepts the manifests, also repeatedly, and gives the flow its permissions.
 
-Of Kubernetes 1.20 it gets the overlay `test`, of a newer one `kind`. Nothing is left behind: all is
-in namespaces of its own, and what has no namespace is not sent.
+Kubernetes 1.20 gets the overlay `test`, newer versions get `kind`. The test cleans up: its objects
+are in new namespaces, and objects without a namespace are not sent.
 """
 
 import base64
@@ -46,9 +46,9 @@ def installation(kubectl, overlay, manifests):
         yield name, objects
     finally:
         for each in namespaces:
-            for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
+            for kind in ("deployments", "replicasets"):  # they would make new pods
                 kubectl("delete", kind, "--all", "--cascade=orphan", f"--namespace={each}")
-            # a drain of three minutes is not waited for: nothing plays there
+            # no episode runs: skip the drain of three minutes
             kubectl("delete", "pods", "--all", "--force", f"--namespace={each}")
         kubectl("delete", "namespace", *namespaces, "--ignore-not-found", "--timeout=100s")
 
@@ -104,7 +104,7 @@ def test_a_fleet_of_a_run_lies_beside_the_others_and_goes_by_its_label(
 
 
 def rights_of(kubectl, account, home, namespace):
-    """{(resource, verb)} as `kubectl auth can-i --list` tells an account of namespace home."""
+    """{(resource, verb)} by `kubectl auth can-i --list`, for an account of namespace home."""
     words = ("--list", f"--as=system:serviceaccount:{home}:{account}", f"--namespace={namespace}")
     groups = ("system:serviceaccounts", f"system:serviceaccounts:{home}", "system:authenticated")
     told = kubectl("auth", "can-i", *words, *(f"--as-group={each}" for each in groups))
@@ -115,7 +115,7 @@ def rights_of(kubectl, account, home, namespace):
 
 
 def told_rights():
-    """{(account, home, namespace): {(resource, verb)}} as k8s/README.md tells."""
+    """Parse the table in k8s/README.md: {(account, home, namespace): {(resource, verb)}}."""
     rows = re.findall(
         r"^\| `(agentgym-\w+)` of `([\w-]+)` \| `([\w-]+)` \| (.+?) \| ([\w, ]+) \|$",
         (K8S / "README.md").read_text(),
@@ -132,7 +132,7 @@ def told_rights():
 
 
 def test_each_account_may_do_what_the_readmes_table_tells_and_nothing_else(kubectl, installation):
-    """By rights alone: this API server knows no admission policy of ours."""
+    """By permissions alone: this API server has none of our admission policies."""
     name, _ = installation
     told = told_rights()
     assert len(told) == 2
@@ -184,7 +184,7 @@ def test_code_in_a_flows_pod_starts_no_pod_beside_logins_and_replaces_no_service
     refused("delete", "deployment", "mlflow", f"--namespace={name}")
     patch = json.dumps({"spec": {"template": {"spec": {"serviceAccountName": "agentgym-worker"}}}})
     refused("patch", "deployment", "prefect-worker", f"--patch={patch}", f"--namespace={name}")
-    # where it may make Deployments there is neither that account nor that login
+    # in the namespace where it may make Deployments, that account and that login do not exist
     create(fleets)
     try:
         words = ("get", "deployment", "evil", f"--namespace={fleets}", "--output=json")
@@ -200,7 +200,7 @@ def test_code_in_a_flows_pod_starts_no_pod_beside_logins_and_replaces_no_service
 
 
 def moved(block, name):
-    """Commands of the README, of the namespaces of an installation; k8s/base is there already."""
+    """Adapt commands of the README to an installation's namespaces, where k8s/base is applied."""
     block = re.sub(
         r"(--namespace |namespace: )agentgym(?=(-flows|-fleets)?\b)", rf"\g<1>{name}", block
     )
@@ -258,6 +258,6 @@ def test_the_commands_that_move_an_installation_leave_no_old_right(
 
 
 def replica_failure(deployment):
-    """Why its pods are not made."""
+    """Return the reason why a Deployment's pods are not created."""
     conditions = deployment.get("status", {}).get("conditions", ())
     return " ".join(each["message"] for each in conditions if each["type"] == "ReplicaFailure")

@@ -1,4 +1,4 @@
-"""The autoscaler reads what the servers export, and adds servers when sessions are many."""
+"""The autoscaler reads the servers' metrics, and adds servers if there are many sessions."""
 
 import asyncio
 import math
@@ -12,9 +12,9 @@ from envs.registry import load_spec
 from envs.sessions import ServerSettings, Sessions
 from envs.wire import CreateRequest
 
-pytestmark = pytest.mark.integration  # kubectl renders
+pytestmark = pytest.mark.integration  # kubectl renders the manifests
 
-TOLERANCE = 0.1  # of the controller
+TOLERANCE = 0.1  # the controller's default
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def autoscalers(objects):
 
 
 def desired(spec, replicas, average):
-    """Kubernetes' formula for a metric of pods, within the autoscaler's bounds and behavior."""
+    """Apply Kubernetes' formula for a pods metric, within the autoscaler's bounds and behavior."""
     (metric,) = spec["metrics"]
     target = metric["pods"]["target"]
     assert target["type"] == "AverageValue"
@@ -41,7 +41,7 @@ def desired(spec, replicas, average):
 
 
 def exported(num_sessions):
-    """What a real server's /metrics tell while so many sessions are open."""
+    """Return a real server's /metrics while `num_sessions` sessions are open."""
 
     async def scrape():
         sessions = Sessions(load_spec("textcraft", {}), ServerSettings(max_sessions=1000))
@@ -67,8 +67,8 @@ def exported(num_sessions):
         (140, 4, 4),  # within the tolerance: 128 * 1.1 = 140.8
         (200, 2, 4),  # 2 * 200 / 128 = 3.1
         (320, 4, 10),
-        (10, 6, 6),  # fewer sessions, and none is sent away
-        (999, 8, 16),  # at most
+        (10, 6, 6),  # fewer sessions, but never scale down while they are open
+        (999, 8, 16),  # the maximum
     ],
 )
 def test_the_formula_fed_with_the_exported_metric(autoscalers, open_sessions, replicas, wanted):

@@ -1,6 +1,5 @@
-"""The client of fleets on an API server's bad days, with the real one behind the proxy of the
-tests: storms of 429, errors, answers that are lost, watches that break or are too old, a server
-that is away.
+"""The client of fleets when the API server fails, with the real server behind the tests' proxy:
+storms of 429, errors, lost responses, broken or expired watches, a server that is down.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ def label():
 
 @pytest.fixture
 def direct(kubeconfig, label):
-    """The same cluster without the proxy; what a test made is gone afterwards."""
+    """Yield a client without the proxy; at the end, delete the test's objects."""
     with contextlib.closing(connect(kubeconfig=kubeconfig, namespace="default")) as kube:
         yield kube
         for each in kube.list(MAP, labels=label).items:
@@ -44,7 +43,7 @@ def kube(api_proxy, direct):
 
 @pytest.fixture
 def a_map(label):
-    """a_map(value) -> a config map; all of a test have names of their own."""
+    """a_map(value) -> a config map with a new name for this test."""
     names = (f"{label['agentgym.io/test']}-{number}" for number in itertools.count())
     return lambda value="": {
         "apiVersion": "v1",
@@ -81,7 +80,7 @@ def test_errors_of_the_server_are_repeated_and_what_is_sent_twice_is_there_once(
 
 
 class Watcher:
-    """Values of config maps as a watch tells them, in a thread."""
+    """Values of config maps by a watch, in a thread."""
 
     def __init__(self, kube, label):
         self.told = {}
@@ -136,7 +135,7 @@ def test_a_watch_that_breaks_goes_on_and_misses_nothing(watcher, direct, api_pro
 
 @pytest.mark.parametrize("as_event", [True, False], ids=["in the stream", "at once"])
 def test_a_version_that_is_forgotten_is_listed_anew(watcher, direct, api_proxy, a_map, as_event):
-    """What went while nobody watched is told as gone."""
+    """Objects deleted during the gap are reported as deleted."""
     first, second = a_map("1"), a_map("2")
     one, two = first["metadata"]["name"], second["metadata"]["name"]
     direct.apply(first)
@@ -145,7 +144,7 @@ def test_a_version_that_is_forgotten_is_listed_anew(watcher, direct, api_proxy, 
     dropped(api_proxy)
     direct.delete(MAP, one)
     direct.apply(second)
-    watcher.until({two: "2"})  # the first list after it may show this already
+    watcher.until({two: "2"})  # the first list afterwards may already show this
     deadline = time.monotonic() + DEADLINE_S
     while api_proxy.failures_left:
         assert time.monotonic() < deadline, "no watch was refused a second time"

@@ -1,4 +1,4 @@
-"""Many fleets at once leave nothing, and cost the API server what docs/results/fleets.json says."""
+"""Many concurrent fleets leave no objects, and cost the API calls in docs/results/fleets.json."""
 
 import importlib
 import json
@@ -27,6 +27,6 @@ def test_a_few_fleets_at_once_come_up_and_leave_nothing(kubeconfig, benchmark):
     found = benchmark.measure(kubeconfig, count=4, threads=4)
     print(json.dumps(found, indent=1))
     assert set(found["left_over"].values()) == {0}
-    # a watch, or a look for what is left, more where the machine is busy
+    # a watch or a search for leftovers, more of them on a busy machine
     assert found["all_calls_per_fleet"] <= 2 * MEASURED["all_calls_per_fleet"]
     assert found["calls_per_fleet"]["server_side_apply"] == found["objects_per_fleet"] - 1

@@ -1,5 +1,5 @@
-"""The image of flow runs, jobs and services, as far as it can be tried where no container runs: its
-files are there, its install steps work in an empty environment, and its commands answer.
+"""The image of flow runs, jobs and services, as far as it can be tested without containers: its
+files exist, its install steps work in an empty environment, and its commands run.
 """
 
 import json
@@ -21,7 +21,7 @@ STEPS = [
     for line in re.sub(r"\\\n\s*", "", TEXT).splitlines()
     if line and not line.startswith("#")
 ]
-SYSTEM = ("apt-get", "useradd")  # of a root that nobody has here
+SYSTEM = ("apt-get", "useradd")  # need root in the image; not run here
 
 
 def of(kind):
@@ -29,7 +29,7 @@ def of(kind):
 
 
 def copied():
-    """(source, target in /app) of every COPY."""
+    """Yield (source, target in /app) of every COPY."""
     for words in map(shlex.split, of("COPY")):
         *sources, target = words
         for source in sources:

@@ -1,4 +1,4 @@
-"""What each overlay would send is what the API accepts and what this project can run."""
+"""The objects of each overlay are valid for the API, and this project can run them."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from envs.server import ServerSettings, make_app
 from envs.sessions import CALL_TIMEOUT_S
 from envs.wire import TOKEN_VARIABLE
 
-pytestmark = pytest.mark.integration  # kubectl renders
+pytestmark = pytest.mark.integration  # kubectl renders the manifests
 
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
@@ -41,13 +41,13 @@ def of_kind(objects, kind):
 
 
 def fleets(objects):
-    """Deployments of environments, by name."""
+    """Return the environments' Deployments by name."""
     found = of_kind(objects, "Deployment")
     return {name: each for name, each in found.items() if name.startswith("env-")}
 
 
 def server(deployment):
-    """(pod, container, the options that its command understands)."""
+    """Return (pod, container, the options that its command parses)."""
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["command"] == ["python", "-m", "envs", "serve"]
@@ -150,7 +150,7 @@ def test_a_server_starts_with_options_it_knows_and_asks_for_the_token_of_a_secre
     assert options.name == env
     assert options.port == container["ports"][0]["containerPort"]
     assert not options.no_token
-    assert not options.expert  # training refuses such servers
+    assert not options.expert  # training refuses servers with an expert
     assert container["env"] == [
         {
             "name": TOKEN_VARIABLE,
@@ -188,7 +188,7 @@ def test_probes_ask_what_bears_no_token_and_only_readiness_ends_with_a_drain(obj
 
 
 def measured_mib(env):
-    """(sessions, the most memory that a server with so many was measured with)."""
+    """Return (sessions, the highest memory measured for a server with that many)."""
     if env == "webarena":
         rows = json.loads((ROOT / "docs/results/webarena.json").read_text())
         rows = [
@@ -230,7 +230,7 @@ def test_images_are_named_by_the_tag_of_this_version_in_kind_and_by_digest_in_gp
 
 
 def images(deployment):
-    """Of all containers, and those that a worker gives to flow runs."""
+    """Return the images of all containers, and those that a worker assigns to flow runs."""
     pod = deployment["spec"]["template"]["spec"]
     found = [*pod["containers"], *pod.get("initContainers", ())]
     given = [each.get("value") for row in found for each in row.get("env", ())]
@@ -323,7 +323,7 @@ def test_the_flow_may_do_what_it_needs_and_nothing_else(objects, rights):
             assert binding["subjects"] == [
                 {"kind": "ServiceAccount", "name": account, "namespace": home}
             ]
-            assert binding["metadata"].get("namespace") != home  # none has rights where it lives
+            assert binding["metadata"].get("namespace") != home  # no permissions at home
 
 
 def test_the_worker_may_make_and_watch_jobs_and_nothing_else(objects):
@@ -355,7 +355,7 @@ def test_the_fleets_of_an_overlay_fit_its_quota(objects, overlay):
     (quota,) = of_kind(found, "ResourceQuota").values()
     all_of_them = of_kind(found, "Deployment").values()
     hard = copy.deepcopy(quota["spec"]["hard"])
-    pods = sum(each["spec"]["replicas"] + 1 for each in all_of_them)  # one more while images change
+    pods = sum(each["spec"]["replicas"] + 1 for each in all_of_them)  # rolling updates add one
     memory = sum(
         (each["spec"]["replicas"] + 1) * mib(container["resources"]["requests"]["memory"])
         for each in all_of_them

@@ -1,4 +1,4 @@
-"""The network policies let through what the pipeline needs, and nothing of what it does not."""
+"""The network policies allow the connections that the pipeline needs, and no others."""
 
 import ipaddress
 import json
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.integration  # kubectl renders
+pytestmark = pytest.mark.integration  # kubectl renders the manifests
 
 TEMPLATE = Path(__file__).parents[2] / "k8s/prefect/base-job-template.json"
 SERVICES, FLOWS, FLEETS = "agentgym", "agentgym-flows", "agentgym-fleets"
@@ -40,7 +40,7 @@ OPERATOR = Pod({"app.kubernetes.io/name": "kuberay-operator"}, namespace="kubera
 BABYAI, TEXTCRAFT, SEARCHQA, WEBARENA = map(env, ("babyai", "textcraft", "searchqa", "webarena"))
 SITES, RETRIEVER = role("sites", FLEETS), role("retriever", FLEETS)
 STRANGERS = [Pod({"app": "x"}, each) for each in OURS]
-# pods that code in a flow's pod may start, with labels of its choice
+# pods that code in a flow's pod may start, with any labels
 PRETENDERS = [role(each, FLEETS) for each in ("flow", "worker", "mlflow", "prefect")]
 DNS = Pod({"k8s-app": "kube-dns"}, namespace="kube-system")
 PROMETHEUS = Pod({"app.kubernetes.io/name": "prometheus"}, namespace="monitoring")
@@ -50,7 +50,7 @@ INTERNET, METADATA = outside("93.184.216.34"), outside("169.254.169.254")
 
 
 def selects(selector, labels):
-    """A label selector as Kubernetes reads it; an empty one selects all."""
+    """Match labels as Kubernetes does; an empty selector matches all."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}
     for each in selector.get("matchExpressions", ()):
         assert each["operator"] == "In"
@@ -60,8 +60,8 @@ def selects(selector, labels):
 
 
 def is_peer(peer, pod, home):
-    """home: the policy's namespace."""
-    if "ipBlock" in peer:  # of what is no pod: addresses of pods change on their way
+    """Return True if a policy's peer matches the pod. home: the policy's namespace."""
+    if "ipBlock" in peer:  # does not match pods: their addresses change on the way
         address = ipaddress.ip_address(pod.address)
         inside = [ipaddress.ip_network(each) for each in peer["ipBlock"].get("except", ())]
         return (
@@ -81,7 +81,7 @@ def is_peer(peer, pod, home):
 
 
 def passes(policies, direction, pod, other, port, protocol):
-    """Whether one end lets it through: no policy is about that pod, or one of those says so."""
+    """Return True if no policy selects this pod, or one of those that do allows the connection."""
     if pod.namespace not in OURS:
         return True
     about = [
@@ -207,7 +207,7 @@ def test_a_component_allows_its_own_arrows_and_no_other(policies, component):
 
 @pytest.mark.parametrize("lost", range(16))
 def test_no_policy_could_be_left_out(policies, lost):
-    """Each is what some needed arrow, or some refused one, stands on."""
+    """Without any one policy, a needed connection fails or a forbidden one succeeds."""
     left = policies()
     assert len(left) == 16
     left.pop(lost)

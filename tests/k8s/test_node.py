@@ -1,5 +1,5 @@
-"""The node of the tests does with a pod what a kubelet does: runs, probes, restarts, drains and
-ends it, and says so.
+"""The test node handles a pod as a kubelet does: it runs, probes, restarts, drains and ends it, and
+reports its status.
 """
 
 import json
@@ -26,13 +26,13 @@ def nodes(real_nodes, kubectl):
         try:
             yield nodes
         finally:
-            kubectl("delete", "pods", "--all", "--force", "-n", NAMESPACE)  # of the lost node
+            kubectl("delete", "pods", "--all", "--force", "-n", NAMESPACE)  # pods of the lost node
             kubectl("delete", "namespace", NAMESPACE, "--timeout=100s")
 
 
 @pytest.fixture
 def pod(nodes, kubectl):
-    """pod(name, command, **spec of its container) -> until it is as `when` asks, its status."""
+    """pod(name, command, **container's spec) -> its status, once `when` is true of it."""
 
     def make(name, *command, when, pod=(), image="here", **container):
         spec = {
@@ -83,7 +83,7 @@ def waits(reason):
 
 
 def commands(text):
-    """Processes of this machine with that text in their command lines."""
+    """Return the local processes whose command line contains the text."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -229,7 +229,7 @@ def test_a_job_runs_its_init_container_and_reaches_the_api_server(nodes, kubectl
 
 
 def test_a_node_that_is_killed_takes_its_containers_along(pod, nodes):
-    node = {"nodeName": "agent-2"}  # the last test that needs it
+    node = {"nodeName": "agent-2"}  # no later test needs this node
     pod("lost", "sh", "-c", "sleep 87654", when=ready, pod=node)
     wait_for(lambda: commands("87654"))
     os.kill(nodes["nodes"]["agent-2"], signal.SIGKILL)
@@ -237,7 +237,7 @@ def test_a_node_that_is_killed_takes_its_containers_along(pod, nodes):
 
 
 def test_nodes_end_with_the_program_that_started_them_and_take_their_containers_along(pod, nodes):
-    """It is killed, as a test run is; this is the last test that has nodes."""
+    """The program is killed, as a test run may be; no later test needs nodes."""
     pod("owned", "sh", "-c", "sleep 76543", when=ready, pod={"nodeName": "agent-1"})
     wait_for(lambda: commands("76543"))
     node = psutil.Process(nodes["nodes"]["agent-1"])

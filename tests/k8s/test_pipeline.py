@@ -1,8 +1,8 @@
-"""The whole pipeline on a cluster, from `prefect deployment run pipeline/kubernetes` on: a real
-Prefect server, its Kubernetes worker and MLflow in pods, a Job for each flow run whose pod trains
-with servers of its own, a store on S3.
+"""The whole pipeline on a cluster, started by `prefect deployment run pipeline/kubernetes`: a real
+Prefect server, its Kubernetes worker and MLflow in pods, a Job for each flow run, whose pod trains
+and starts environment servers, and a store on S3.
 
-A run whose pod is killed is brought back and ends; of one that is cancelled nothing is left.
+If a run's pod is killed, the run restarts and completes; a canceled run leaves no objects.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ try:
 finally:
     sys.path.remove(str(BENCHMARKS))
 
-DEADLINE_S = 900.0  # of a machine that is very busy
+DEADLINE_S = 900.0  # for a very busy machine
 BUCKET = "pipeline"
 LEFT = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
 SMALL = {
@@ -58,7 +58,7 @@ SMALL["evaluation"]["max_turns"] = 5
 
 
 class Cluster:
-    """What an operator has: kubectl, Prefect's commands, and the bucket."""
+    """Operator's tools: kubectl, Prefect's commands, and the bucket."""
 
     def __init__(self, project, deployed, bucket, folder):
         self.project, self.deployed, self.bucket = project, deployed, bucket
@@ -66,7 +66,7 @@ class Cluster:
         self.api = f"http://{deployed.address('prefect')}/api"
 
     def prefect(self, *words):
-        """`prefect WORDS` as an operator gives it."""
+        """Run `prefect WORDS` as an operator would."""
         variables = {
             "PREFECT_API_URL": self.api,
             "PREFECT_API_AUTH_STRING": self.deployed.login,
@@ -77,13 +77,13 @@ class Cluster:
         return output_of(command, env={**os.environ, **variables}, timeout_s=180.0)
 
     def run(self, prefix, **more):
-        """`prefect deployment run`. Result: (the flow run, its overrides)."""
+        """Run `prefect deployment run`. Return (flow run, its overrides)."""
         overrides = [
             f"store.uri=s3://{BUCKET}/{prefix}",
             f"kubernetes.namespace={self.deployed.fleets}",
             f"tracking.uri=http://mlflow.{self.deployed.namespace}.svc:5000",
             *("kubernetes.overlay=test", "kubernetes.ready_timeout_s=600", "env.replicas=1"),
-            "kubernetes.lease_s=20",  # a killed attempt's servers count as left after that
+            "kubernetes.lease_s=20",  # servers of a killed attempt count as left over after that
             *(f"{name}={value}" for name, value in more.items()),
         ]
         asked = json.dumps({"params": "k8s/params.yaml", "overrides": overrides})
@@ -107,12 +107,12 @@ class Cluster:
         return [row["Key"] for row in found.get("Contents", ()) if "/manifests/" in row["Key"]]
 
     def of_runs(self):
-        """Whatever bears a run's label."""
+        """Return the names of all objects with a run's label."""
         words = ("get", LEFT, "-n", self.deployed.fleets, "-lagentgym.io/run", "--output=name")
         return self.deployed.kubectl(*words).split()
 
     def until(self, what, run="", seconds=DEADLINE_S):
-        """Not past the end of a run that fails."""
+        """Wait until what() is true and return it. Fail if the run fails."""
         deadline = time.monotonic() + seconds
         while not (found := what()):
             state = self.state(run)["state"] if run else {"type": ""}
@@ -122,7 +122,7 @@ class Cluster:
         return found
 
     def flow_pod(self, run):
-        """A pod of the run that is there to stay, or ""."""
+        """Return the run's running pod that is not being deleted, or ""."""
         label = f"agentgym.io/role=flow,prefect.io/flow-run-id={run}"
         for pod in self.deployed.get("pods", label, namespace=self.deployed.flows):
             running = pod["status"].get("phase") == "Running"
@@ -132,7 +132,7 @@ class Cluster:
 
 
 def first_process(pod):
-    """The host's pid of process 1 of a pod's container."""
+    """Return the host's pid of process 1 of a pod's container."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError):
             hosts = (path / "root/etc/hosts").read_text().splitlines()
@@ -178,7 +178,7 @@ def test_a_run_whose_pod_is_killed_is_brought_back_and_ends(cluster, kubeconfig)
     cluster.until(lambda: cluster.commits("killed", "stage-1"), run)
     cluster.times["first optimizer step"] = time.monotonic() - began
     pod = cluster.flow_pod(run)
-    os.kill(first_process(pod), signal.SIGKILL)  # the whole container
+    os.kill(first_process(pod), signal.SIGKILL)  # this ends the whole container
     struck = time.monotonic()
     cluster.until(lambda: cluster.flow_pod(run) not in ("", pod), run)
     cluster.times["killed, and a pod again"] = time.monotonic() - struck
@@ -203,7 +203,7 @@ def test_a_run_whose_pod_is_killed_is_brought_back_and_ends(cluster, kubeconfig)
 
 def test_of_a_run_that_is_cancelled_while_it_plays_nothing_is_left(cluster):
     run, _ = cluster.run("cancelled", seed=2)
-    cluster.until(lambda: cluster.commits("cancelled", "initialize"), run)  # it evaluates that
+    cluster.until(lambda: cluster.commits("cancelled", "initialize"), run)  # evaluates it now
     assert cluster.of_runs()
     began = time.monotonic()
     cluster.prefect("flow-run", "cancel", run)

@@ -1,4 +1,4 @@
-"""Every pod of ours is one that a namespace with the Pod Security level `restricted` admits."""
+"""Every pod of this project is admitted by the Pod Security level `restricted`."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from agentgym.config import load_config
 from agentgym.deploy.attempts import Job
 from agentgym.deploy.rayjob import rayjob
 
-pytestmark = pytest.mark.integration  # kubectl renders
+pytestmark = pytest.mark.integration  # kubectl renders the manifests
 
 ROOT = Path(__file__).parents[2]
 TEMPLATE = ROOT / "k8s/prefect/base-job-template.json"
@@ -40,12 +40,12 @@ def containers(spec):
 
 
 def contexts(spec):
-    """Of the pod and of each container."""
+    """Return the security contexts of the pod and of each container."""
     return [each.get("securityContext", {}) for each in (spec, *containers(spec))]
 
 
 def everywhere(spec, name, allowed):
-    """Each container has an allowed value, its own or else the pod's; the pod's own is one."""
+    """Check that the pod's value, if any, and each container's effective value are allowed."""
     pod, *own = [each.get(name) for each in contexts(spec)]
     return (pod is None or pod in allowed) and all(
         (pod if each is None else each) in allowed for each in own
@@ -74,7 +74,7 @@ def capabilities(spec, name):
 
 
 def hosts_asked(spec):
-    """Other hosts than the pod itself that probes and hooks would ask."""
+    """Return the hosts of probes and hooks that differ from the pod."""
     handlers = [
         handler
         for each in containers(spec)
@@ -91,7 +91,7 @@ def hosts_asked(spec):
     ]
 
 
-# rule -> whether a pod keeps it; the levels' own names, those of `baseline` first
+# rule -> check of a pod; the names are those of the levels, `baseline` first
 RULES = {
     "HostProcess": lambda spec: (
         not any(each.get("windowsOptions", {}).get("hostProcess") for each in contexts(spec))
@@ -145,7 +145,7 @@ RULES = {
 
 
 def changed(spec, place, change):
-    """A pod in which one thing is changed; None removes it."""
+    """Return a pod with one changed value; None removes the value."""
     result = copy.deepcopy(spec)
     container = result["containers"][0]
     if place == "init":
@@ -163,7 +163,7 @@ def changed(spec, place, change):
     return result
 
 
-# (the rule that it breaks, where, what is put there)
+# (violated rule, location, new value)
 CHANGES = [
     ("HostProcess", "pod context", {"windowsOptions": {"hostProcess": True}}),
     ("Host Namespaces", "pod", {"hostNetwork": True}),
@@ -204,7 +204,7 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def pods(objects):
-    """name -> the spec of every pod that this project starts."""
+    """Return {name: pod spec} of every pod that this project starts."""
     job = json.loads(TEMPLATE.read_text())["job_configuration"]["job_manifest"]
     specs = {"flow": job["spec"]["template"]["spec"]}
     for overlay in ("kind", "gpu", "test"):
@@ -215,7 +215,7 @@ def pods(objects):
 
 
 def of_ray():
-    """The three pods of a RayJob."""
+    """Return the three pods of a RayJob."""
     uris = ["store.uri=s3://bucket/runs", "tracking.uri=http://mlflow:5000", "compute=kuberay"]
     job = Job("stage-1", "0" * 64, "0" * 64, load_config(ROOT / "params.yaml", uris))
     spec = rayjob(job, job.name(1), "agentgym:1")["spec"]

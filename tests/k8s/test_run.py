@@ -1,8 +1,8 @@
-"""A whole run on a cluster: the flow brings up servers of two environments, the scheduler spreads
-them over two nodes that run them for real, and the run ends well though one pod is killed and one
-node is drained under it.
+"""A whole run on a cluster: the flow starts servers of two environments, and the scheduler spreads
+them over two nodes that run them for real. The run succeeds although one pod is killed and one
+node is drained during it.
 
-The flow has its own account's rights and no more.
+The flow has only the permissions of its account.
 """
 
 import contextlib
@@ -25,12 +25,12 @@ from agentgym.deploy.manifests import rendered
 pytestmark = [pytest.mark.kubernetes, pytest.mark.slow, pytest.mark.timeout(3600)]
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-DEADLINE_S = 900.0  # of a machine that is very busy
+DEADLINE_S = 900.0  # for a very busy machine
 TOKEN = secrets.token_hex(16)
-STAGES = [4, 40]  # optimizer steps; the second is long enough for all that is done to the run
+STAGES = [4, 40]  # optimizer steps; the second stage is long enough for all disturbances
 KINDS = "deployments,services,poddisruptionbudgets,endpoints,endpointslices,leases,replicasets,pods"
-# of every committed optimizer step: how each episode ended and how often it was begun; and of those
-# begun more than once, the sum of its rewards, as it was and when its actions are carried out again
+# for every committed optimizer step: how each episode ended and how often it was started; for those
+# started more than once, the sum of the rewards, recorded and after replaying the actions
 EPISODES = """
 import json
 from agentgym.config import load_config
@@ -59,7 +59,7 @@ print(json.dumps([[[each.status.name, each.num_attempts] for each in episodes], 
 
 
 def sections(namespace):
-    """A tiny run on both environments, four servers; its stages are long enough to be met."""
+    """Settings of a tiny run on both environments, with four servers and long stages."""
     babyai = {"levels": ["GoToRedBallNoDists"], "view": "compact", "actions": "low"}
     textcraft = {"goals": ["paper", "melon seeds"], "distractors": 0}
     on_cluster = {"deploy": "kubernetes", "replicas": 2, "max_sessions": 64}
@@ -102,14 +102,14 @@ def nodes(real_nodes):
 
 @pytest.fixture(scope="module")
 def installation(nodes, kubectl):
-    """Namespaces that k8s/base has prepared."""
+    """Yield the name of an installation with the namespaces of k8s/base."""
     name = f"agentgym-run-{secrets.token_hex(4)}"
     fleets = f"{name}-fleets"
     objects = [
         each
         for each in rendered("test", installation=name)
         if "agentgym.io/environment" not in each["metadata"].get("labels", {})
-        and each["kind"] != "Deployment"  # of Prefect and MLflow: this flow needs none
+        and each["kind"] != "Deployment"  # Prefect and MLflow: this flow needs neither
         and not each["kind"].startswith("ClusterRole")
     ]
     try:
@@ -117,7 +117,7 @@ def installation(nodes, kubectl):
         yield name
     finally:
         kubectl("delete", "leases", "--all", "-n", fleets)
-        for kind in ("deployments", "replicasets"):  # then nothing makes their pods anew
+        for kind in ("deployments", "replicasets"):  # they would make new pods
             kubectl("delete", kind, "--all", "--cascade=orphan", "-n", fleets)
         kubectl("delete", "pods", "--all", "--force", "-n", fleets)
         kubectl("delete", "namespace", name, f"{name}-flows", fleets, "--timeout=100s")
@@ -125,13 +125,13 @@ def installation(nodes, kubectl):
 
 @pytest.fixture(scope="module")
 def namespace(installation):
-    """Of fleets."""
+    """Return the namespace of the fleets."""
     return f"{installation}-fleets"
 
 
 @pytest.fixture(scope="module")
 def account(installation, kubectl, kubeconfig, tmp_path_factory):
-    """A kubeconfig with the rights of the flow's account."""
+    """Return a kubeconfig with the permissions of the flow's account."""
     config = yaml.safe_load(Path(kubeconfig).read_text())
     token = kubectl("create", "token", "agentgym-flow", "-n", f"{installation}-flows").strip()
     config["users"] = [{"name": config["users"][0]["name"], "user": {"token": token}}]
@@ -142,7 +142,7 @@ def account(installation, kubectl, kubeconfig, tmp_path_factory):
 
 
 class Fleet:
-    """The run's servers, as an operator sees them."""
+    """The run's servers from an operator's view."""
 
     def __init__(self, kubectl, namespace):
         self.kubectl, self.namespace = kubectl, namespace
@@ -153,7 +153,7 @@ class Fleet:
         return json.loads(told)["items"]
 
     def ready(self, env):
-        """name -> address of the ready pods of an environment."""
+        """Return {name: address} of an environment's ready pods."""
         return {
             each["metadata"]["name"]: each["status"]["podIP"]
             for each in self.get("pods", f"agentgym.io/environment={env}")
@@ -165,7 +165,7 @@ class Fleet:
         }
 
     def kill_one_that_plays(self, env):
-        """Its process, in the middle of its sessions; then its pod. Result: the pod."""
+        """Kill a server with open sessions, then delete its pod. Return the pod."""
         pods = self.ready(env)
         processes = {name: server_of(address) for name, address in pods.items()}
         deadline = time.monotonic() + DEADLINE_S
@@ -178,8 +178,8 @@ class Fleet:
             assert time.monotonic() < deadline, "nobody plays"
 
     def drain(self, node):
-        """As `kubectl drain`, which asks servers older than this kubectl for an eviction they do
-        not have: no new pods, and each is evicted as its budget allows. Result: the pods.
+        """Drain a node like `kubectl drain`, which uses an eviction API that older servers lack:
+        cordon it, and evict each pod when its budget allows. Return the pods.
         """
         self.kubectl("cordon", node)
         evicted, deadline = set(), time.monotonic() + DEADLINE_S
@@ -197,14 +197,14 @@ class Fleet:
                     self.kubectl("create", f"--raw={path}", "--filename=-", raw=body)
                     evicted.add(name)
                 except AssertionError as refused:
-                    if "disruption budget" not in str(refused):  # 429: not yet
+                    if "disruption budget" not in str(refused):  # 429: retry later
                         raise
             time.sleep(0.5)
         return evicted
 
 
 def server_of(address):
-    """The process of this machine that serves in the pod of that address."""
+    """Return the local process that serves in the pod with that address."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             serves = b"\0serve\0" in (path / "cmdline").read_bytes()
@@ -214,7 +214,7 @@ def server_of(address):
 
 
 def metric(address, name):
-    """0 where the server does not answer."""
+    """Return a metric's value, or 0 if the server does not respond."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError):
         text = opener.open(f"http://{address}:8000/metrics", timeout=5).read().decode()
@@ -233,7 +233,7 @@ def until(what, running, log):
 
 @pytest.fixture(scope="module")
 def disturbed(namespace, account, kubectl, tmp_path_factory):
-    """(the project, what was done to its run), once the run has ended."""
+    """Run with disturbances. Return (project, list of disturbances) after the run."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
         Project = importlib.import_module("chaos_project").Project
@@ -285,8 +285,8 @@ def test_the_run_ends_well_with_a_pod_killed_and_a_node_drained_under_it(disturb
 
 
 def test_no_episode_of_a_lost_pod_was_trained_as_a_failure(disturbed):
-    """Those that were lost were played elsewhere. Played again, on servers of this machine, each
-    has the reward it was trained with; and the audit, which draws of all, passes.
+    """Lost episodes were played again elsewhere. Replayed on local servers, each has the reward it
+    was trained with, and the audit of all of them passes.
     """
     project, _ = disturbed
     params = project.folder / "params.yaml"

@@ -1,4 +1,4 @@
-"""Fixtures of tests/projects.py, and a finished project for each file: its commands change it."""
+"""Fixtures of tests/projects.py, and a finished project per file that its tests may change."""
 
 import pytest
 
@@ -11,5 +11,5 @@ from tests.projects import (  # noqa: F401
 
 @pytest.fixture(scope="module")
 def finished(copied, once, tmp_path_factory):  # noqa: F811
-    """A clone in which the pipeline ran once."""
+    """Return a clone in which the pipeline ran once."""
     return finished_project(copied, once, tmp_path_factory.mktemp("finished"))

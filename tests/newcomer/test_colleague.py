@@ -1,5 +1,5 @@
-"""A colleague's clone of a repository whose results are in DVC's pointers, and a second store on
-one MLflow. That `make up` says when the schedule is switched on is in flows/test_deployments.py.
+"""A colleague's clone of a repository with its results in DVC's pointers, and a second store on one
+MLflow. flows/test_deployments.py checks that `make up` reports when the schedule is on.
 """
 
 import json
@@ -11,7 +11,7 @@ import yaml
 
 from tests.projects import SHORT_RUN
 
-pytestmark = pytest.mark.timeout(900)  # the finished project may have to be made first
+pytestmark = pytest.mark.timeout(900)  # may first have to make the finished project
 
 STEPS = 14
 GIT = {
@@ -23,7 +23,7 @@ GIT = {
 
 @pytest.fixture(scope="module")
 def reproduced(finished):
-    """The finished project after `dvc repro`; its `dvc_repro` is what that printed."""
+    """Return the finished project after `dvc repro`; `dvc_repro` is the completed command."""
     before = finished.manifests()
     finished.dvc_repro = finished.run("dvc", "repro")
     assert finished.dvc_repro.returncode == 0, finished.dvc_repro.stderr
@@ -33,7 +33,7 @@ def reproduced(finished):
 
 @pytest.fixture(scope="module")
 def repository(reproduced):
-    """Its results in git, as pointers."""
+    """Commit the results to git, as pointers."""
     reproduced.environment |= GIT
     for words in (("add", "--all"), ("commit", "--quiet", "--message", "the run")):
         assert reproduced.run("git", *words).returncode == 0

@@ -1,5 +1,5 @@
-"""A model of one's own behind an OpenAI-compatible endpoint, evaluated by the command of the
-README. The vendors' ways of answering are those of public bug reports.
+"""Evaluate your model behind an OpenAI-compatible endpoint with the README's command. The vendors'
+response formats are those of public bug reports.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from tests.answering import Handler, http_server
 
-pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+pytestmark = pytest.mark.timeout(600)  # may first have to make the finished project
 
 
 def completion(content="turn left", finish="stop"):
@@ -40,7 +40,7 @@ WAYS = {
 
 @pytest.fixture
 def vendor():
-    """Answers `turn left` in the way that its `way` names, once its `may_answer` is set."""
+    """Server that answers `turn left` in the format `way` once `may_answer` is set."""
     state = SimpleNamespace(requests=[], way="text", may_answer=Event())
     state.may_answer.set()
 
@@ -62,7 +62,7 @@ ASKED = ("--env", "babyai", "--num-items", "2", "--max-turns", "3")
 
 
 def command(vendor, way="text"):
-    """Return the README's command for few items. way: kind of reply, also the model's name."""
+    """Return the README's command. way: format of the response, also the model's name."""
     vendor.way = way
     return ("agentgym", "evaluate", vendor.url, "--model", way, *ASKED)
 

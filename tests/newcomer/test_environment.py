@@ -1,5 +1,5 @@
-"""An environment of one's own, the package of examples/higher_lower: installed, served, played and
-trained on as its README says, in a project whose champion plays another one.
+"""Your environment, the package of examples/higher_lower: installed, served, played and trained on
+as its README describes, in a project whose champion plays another environment.
 """
 
 import json
@@ -14,7 +14,7 @@ import pytest
 
 from tests.projects import SHORT_RUN
 
-pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+pytestmark = pytest.mark.timeout(600)  # may first have to make the finished project
 
 EXAMPLE = Path(__file__).parents[2] / "examples/higher_lower"
 COMMANDS = [
@@ -27,7 +27,7 @@ SHORT = ("warm_start.num_demos=16", "warm_start.steps=4", *SHORT_RUN)
 
 @pytest.fixture(scope="module")
 def lists(tmp_path_factory):
-    """The folder of its items, as the README describes them."""
+    """Write its item lists as the README describes. Return the folder."""
     folder = tmp_path_factory.mktemp("lists")
     for name, tasks in (("train", range(40)), ("eval", range(50, 60))):
         items = [{"item_id": f"higher-lower_{task}"} for task in tasks]
@@ -39,16 +39,16 @@ def lists(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(finished, tmp_path_factory):
-    """The finished project, in whose path the package is: the files of `pip install`."""
+    """Install the package with pip and add it to the path of the finished project."""
     folder = tmp_path_factory.mktemp("package")
-    source = shutil.copytree(EXAMPLE, folder / "source")  # setuptools builds beside it
+    source = shutil.copytree(EXAMPLE, folder / "source")  # setuptools writes into it
     words = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target")
     site = str(folder / "site")
     done = finished.run(sys.executable, "-m", "pip", "install", *words, site, str(source))
     assert done.returncode == 0, done.stderr
     before = finished.environment.get("PYTHONPATH", "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finished, "is_separate", True)  # its path is not this process's
+        patch.setattr(finished, "is_separate", True)  # this process lacks the new path
         path = os.pathsep.join(filter(None, (site, before)))
         patch.setitem(finished.environment, "PYTHONPATH", path)
         yield finished
@@ -56,7 +56,7 @@ def installed(finished, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def typed_line(installed, lists):
-    """typed_line(beginning, *more) -> the end of the line of the README that begins so."""
+    """typed_line(beginning, *more) -> the completed README command that starts with `beginning`."""
 
     def run(beginning, *more):
         (line,) = (each for each in COMMANDS if each.startswith(beginning))
@@ -87,7 +87,7 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
         " of this name"
     ) in said
     check = ran.stdout.splitlines()[-1]
-    # the owner's word for what an environment of one's own would use, and where the lists are
+    # the package needs the owner's permission, and its lists a path
     own = "--set env.name=higher-lower --set 'env.options={limit: 100}'"
     named = rf"check    agentgym audit r[0-9a-f]{{12}} {re.escape(own)} --set data.path={lists}"
     assert re.fullmatch(named, check)

@@ -1,5 +1,5 @@
-"""A pretrained model of one's own, in a folder that transformers wrote: trained, exported, loaded
-by transformers; a folder that is damaged is refused in one line.
+"""A pretrained model in a folder that transformers wrote: trained, exported, loaded by
+transformers; a damaged folder is refused with one line.
 """
 
 import shutil
@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tests.agentgym.families import tokenizer_of
 from tests.projects import SHORT_RUN
 
-pytestmark = pytest.mark.timeout(600)  # the finished project may have to be made first
+pytestmark = pytest.mark.timeout(600)  # may first have to make the finished project
 
-# random weights solve nothing
+# random weights solve no item
 SHORT = ("warm_start.enabled=false", "alarms.no_success=off", *SHORT_RUN)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder written by `save_pretrained`: a Llama of 2 layers, Llama 3's chat template."""
+    """Write a folder with `save_pretrained`: a Llama of 2 layers, Llama 3's chat template."""
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
     tokenizer = tokenizer_of("llama3")
     config = LlamaConfig(

@@ -1,5 +1,5 @@
-"""Prefect reads its settings when it is first imported; importing our package before says where
-its state lies.
+"""Prefect reads its settings at its first import; import our package before, because it sets the
+location of Prefect's state.
 """
 
 import services  # noqa: F401

@@ -1,4 +1,4 @@
-"""Apply prefect.yaml: which changes of deployments, schedules and automations are told."""
+"""Apply prefect.yaml and report the changes of deployments, schedules and automations."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`python -m services`: what up, down and status say and end."""
+"""Output and exit codes of `python -m services` up, down and status."""
 
 import json
 import signal
@@ -65,7 +65,7 @@ def test_a_supervisor_of_that_pid_and_start_time_is_ended(state, sleeper, capsys
 
 def test_a_second_up_says_what_runs_and_starts_nothing(state, sleeper, capsys):
     claim(state, sleeper.pid, process_start(sleeper.pid))
-    assert up(state, {}) == 1  # its services are gone, and it says so
+    assert up(state, {}) == 1  # the supervisor lives but its services do not: an error
     said = capsys.readouterr().out
     assert said.startswith("already running\n")
     assert "http://127.0.0.1:1" in said
@@ -92,7 +92,7 @@ def test_of_two_ups_at_one_moment_one_starts_the_services_and_the_other_says_tha
     state, sleeper, capsys, monkeypatch
 ):
     def start(*_):
-        time.sleep(0.2)  # the other waits meanwhile, or would start too
+        time.sleep(0.2)  # the other thread waits; without the lock it would start services, too
         claim(state, sleeper.pid, process_start(sleeper.pid))
         return sleeper
 
@@ -124,7 +124,7 @@ def test_a_port_that_was_asked_for_and_is_taken_is_an_error_the_usual_one_is_rep
 def test_status_lists_a_kept_engine_and_is_0_if_all_services_run(
     state, sleeper, capsys, kept, code
 ):
-    """Engine: none is kept; it runs; it died too often."""
+    """The engine: not kept; running; dead after too many restarts."""
     pids = dict.fromkeys(["prefect", "worker", "mlflow", "viewer"], sleeper.pid)
     pids |= {name: sleeper.pid for name, runs in kept.items() if runs}
     claim(state, sleeper.pid, process_start(sleeper.pid), pids=pids)
@@ -135,5 +135,5 @@ def test_status_lists_a_kept_engine_and_is_0_if_all_services_run(
     assert services.status(state) == code
     printed = capsys.readouterr().out
     assert ("engine   kept between runs" in printed) == bool(kept)
-    # a user's own prefect.toml has no login
+    # a user's prefect.toml has no login
     assert "PREFECT_API_URL=$(python -m services api) prefect deployment run" in printed

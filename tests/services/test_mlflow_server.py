@@ -1,4 +1,4 @@
-"""MLflow's server of a project: its owner's clients work, nobody else's do, and its artifacts
+"""A project's MLflow server: the owner's clients have access, others have none, and its artifacts
 stay in their folder.
 """
 
@@ -42,7 +42,7 @@ class Served:
         self._bound.close()
 
     def ask(self, path, body=None, method=None, **headers):
-        """(status, text) of a request by whoever knows the login."""
+        """Send a request with the login. Return (status, text)."""
         headers = {
             "Authorization": f"Basic {b64encode(self.login.encode()).decode()}",
             "Content-Type": "application/json",

@@ -1,5 +1,5 @@
-"""The servers of a cluster as their pods start them: nobody without a login, and what `set-up`
-brings.
+"""A cluster's servers as their pods start them: they require a login, and `set-up` prepares
+them.
 """
 
 import json
@@ -54,7 +54,7 @@ def test_mlflows_logins_are_a_file_of_the_owners_alone(tmp_path):
     assert "admin_username = flow" in text
     assert f"admin_password = 50%{PASSWORD}" in text
     assert "database_uri = sqlite:////state/logins.db" in text
-    assert "auth_cache_ttl_seconds = 60" in text  # a password is not checked at every request
+    assert "auth_cache_ttl_seconds = 60" in text  # not checked at every request
     assert len(made["MLFLOW_FLASK_SERVER_SECRET_KEY"]) == 64
     postgres = {"MLFLOW_BACKEND_STORE_URI": "postgresql://u:p@db/mlflow"}
     mlflow_environment(tmp_path, {**login, **postgres})
@@ -88,7 +88,7 @@ def free_port():
 
 
 def asked(url, login="", body=None):
-    """(status, what came)."""
+    """Send a request. Return (status, body)."""
     headers = {"Content-Type": "application/json"}
     if login:
         headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
@@ -115,7 +115,7 @@ def wait_for(url, server, log):
 
 @pytest.fixture(scope="module")
 def prefect(tmp_path_factory):
-    """(API, environment of its clients) of a Prefect server that `set-up` has been at."""
+    """Yield (API, environment of its clients) of a Prefect server after `set-up`."""
     folder, port = tmp_path_factory.mktemp("prefect"), free_port()
     own = {
         "PREFECT_SERVER_API_AUTH_STRING": LOGIN,
@@ -138,7 +138,7 @@ def prefect(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def set_up(prefect):
-    """set_up(namespace): the server is as an image has it."""
+    """set_up(namespace): prepare the server as the image does."""
 
     def call(namespace=""):
         done = subprocess.run(
@@ -210,7 +210,7 @@ def test_a_real_worker_makes_a_job_of_a_flow_run_and_of_a_cancelled_one_none_is_
             (login,) = logins
             assert login["valueFrom"]["secretKeyRef"]["name"] == "agentgym-prefect"
             assert PASSWORD not in json.dumps(job)
-            # its pod cannot start: the claim it names is not there
+            # its pod cannot start because its claim does not exist
             run = job["metadata"]["labels"]["prefect.io/flow-run-id"]
             cancel = [sys.executable, "-m", "prefect", "flow-run", "cancel", run]
             subprocess.run(cancel, env=client, check=True, timeout=120)
@@ -255,7 +255,7 @@ def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, mon
         assert asked(search)[0] == 401
         assert asked(search, "flow:wrong")[0] == 401
         assert asked(search, f"flow:{PASSWORD}")[0] == 200
-        # the client needs no access to the store: it has none of its credentials
+        # the client has no credentials of the store and needs none
         for name in list(os.environ):
             if name.startswith("AWS_"):
                 monkeypatch.delenv(name)
@@ -267,7 +267,7 @@ def test_mlflow_asks_for_its_login_and_passes_artifacts_on(s3_uri, tmp_path, mon
         client.log_artifact(run.info.run_id, str(tmp_path / "a.txt"))
         assert [each.path for each in client.list_artifacts(run.info.run_id)] == ["a.txt"]
         assert not list(tmp_path.rglob("artifacts/**/a.txt"))
-        # a rollout worker writes into the flow's experiment, and decides about nobody
+        # a rollout worker writes into the flow's experiment, but has no other permissions
         monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "rollout")
         monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", rollout)
         client.log_metric(client.create_run(run.info.experiment_id).info.run_id, "reward", 1.0)

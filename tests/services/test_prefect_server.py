@@ -1,4 +1,4 @@
-"""The Prefect server of one command: while the command runs, so does it."""
+"""A command's Prefect server runs exactly as long as the command."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("PREFECT_API_URL", raising=False)
-    # of the server, a process of its own
+    # read by the server's process
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     with (
         temporary_settings(restore_defaults={PREFECT_API_URL}),
@@ -60,7 +60,7 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
             if path.is_file() and login.encode() in path.read_bytes()
         ]
         os.kill(server.pid, signal.SIGKILL)
-        found = client.read_flow_run(run.id)  # the client's own patience is enough
+        found = client.read_flow_run(run.id)  # the client's retries suffice
         assert found.name == run.name
         (again,) = servers()
         assert again.pid != server.pid
@@ -74,7 +74,7 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
 
 
 def test_an_automation_that_is_made_while_another_request_writes_does_not_wait_for_it(tmp_path):
-    """The server's loop stands still meanwhile, so the other one could not end."""
+    """The server's event loop is blocked meanwhile, so the other request could not finish."""
     done = subprocess.run(
         [sys.executable, "-c", CHANGED],
         env={**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()},

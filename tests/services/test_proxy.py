@@ -1,5 +1,5 @@
-"""The gate before an app that answers everybody; with the real servers behind it:
-tests/flows/test_deployments.py.
+"""The gate in front of an app that accepts all requests. tests/flows/test_deployments.py tests it
+with the real servers.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ async def answers_everybody(scope, receive, send):
 
 
 def ask(*headers, method="GET", path="/page", kind="http", app=answers_everybody):
-    """(status or close code, headers, body) of what the gate sends."""
+    """Send a request to the gate. Return (status or close code, headers, body)."""
     sent = []
 
     async def receive():
@@ -173,7 +173,7 @@ async def counts_the_body(scope, receive, send):
 
 @pytest.fixture
 def connect(monkeypatch):
-    """connect() -> a socket to a gate in a thread, which gives a second to a request."""
+    """connect() -> a socket to a gate in a thread, which waits one second for a request."""
     monkeypatch.setattr(connection, "ARRIVAL_S", 1.0)
     monkeypatch.setattr(connection, "MAX_CONNECTIONS", 40)
     app = Gate(counts_the_body, LOGIN, open_paths=("/health",), sockets=True)
@@ -191,7 +191,7 @@ def connect(monkeypatch):
 
 
 def answer(connected, *pieces, every_s=0.0):
-    """Everything that comes back, until the server closes."""
+    """Send the pieces. Return all bytes received until the server closes."""
     got = b""
     with contextlib.suppress(ConnectionError):
         for piece in pieces:
@@ -220,7 +220,7 @@ def test_a_stranger_sends_no_head_without_an_end_and_no_half_request(connect):
     began = time.monotonic()
     assert answer(connect(), HEAD).startswith(b"HTTP/1.1 408 ")
     assert answer(connect(), HEAD + b"Content-Length: 9\r\n\r\nhalf") == b""
-    assert answer(connect()) == b""  # asks for nothing
+    assert answer(connect()) == b""  # sends no request
     assert time.monotonic() - began < 8
 
 

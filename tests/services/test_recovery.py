@@ -1,5 +1,5 @@
-"""Which events bring a run back and which end it; against the server's own matching, and once
-against a real server.
+"""Events that restart a run and events that end it; checked with the server's matching code, and
+once with a real server.
 """
 
 import time
@@ -20,7 +20,7 @@ RULES = {automation.name.removeprefix("agentgym: "): automation for automation i
 
 
 def covers(rule, name, run_count=1, deployment=True):
-    """Would the server count this event for this rule."""
+    """Return True if the server would count this event for this rule."""
     automation = ServerAutomation.model_validate(
         RULES[rule].model_dump(mode="json", exclude={"id"})
     )
@@ -83,12 +83,12 @@ def crashing():
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
-    """Of a real server. Whatever server this project may have running is not the tests'."""
+    """Yield a client of a new server, even if this project has a running server."""
     folder = tmp_path_factory.mktemp("server")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.delenv("PREFECT_API_URL", raising=False)
-        patch.setenv("PREFECT_HOME", str(folder / "prefect"))  # of the server, a process of its own
+        patch.setenv("PREFECT_HOME", str(folder / "prefect"))  # read by the server's process
         with (
             temporary_settings(restore_defaults={PREFECT_API_URL}),
             prefect_api(folder / "state"),
@@ -117,14 +117,14 @@ def test_a_crashed_run_that_no_automation_answers_is_brought_back_all_the_same(c
     for number in (1, 2):
         crash(client, run)
         crash(client, typed)
-        assert bring_back(api, login, max_attempts=2) == []  # the automations have their time first
+        assert bring_back(api, login, max_attempts=2) == []  # the automations get time to act first
         ours.append(bring_back(api, login, max_attempts=2, overdue_s=0))
         state = client.read_flow_run(run.id).state
         assert (state.name, state.message) == (
             ("AwaitingRetry", GOES_ON) if number == 1 else ("Failed", given_up(2))
         )
     assert ours == [[str(run.id)]] * 2
-    assert client.read_flow_run(typed.id).state.name == "Crashed"  # a person's own
+    assert client.read_flow_run(typed.id).state.name == "Crashed"  # started by a user
     assert bring_back(api, login, overdue_s=0) == []
 
 
@@ -140,7 +140,7 @@ def test_a_real_server_schedules_a_crashed_run_again_and_gives_up_after_the_last
     apply_automations(automations(max_attempts=2))
     again = {found.name: found.id for found in client.read_automations()}
     assert again.keys() == made.keys()
-    # only those that count attempts were other rules for a while
+    # only the rules that count attempts differed
     assert {name for name in made if again[name] != made[name]} == {
         "agentgym: a crashed run goes on",
         "agentgym: a run that keeps crashing has failed",

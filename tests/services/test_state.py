@@ -1,4 +1,4 @@
-"""What the files say of a supervisor: nothing where they are damaged or somebody else's."""
+"""A supervisor's state files: damaged files and those of another process are ignored."""
 
 from pathlib import Path
 

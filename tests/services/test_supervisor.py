@@ -1,5 +1,5 @@
-"""A service that dies is started again, within bounds.
-That everything comes up, recovers and ends is in tests/flows/test_deployments.py.
+"""A dead service restarts, up to a limit.
+tests/flows/test_deployments.py tests start, recovery and end of all services.
 """
 
 import sys
@@ -49,12 +49,12 @@ def test_once_a_step_has_lost_its_process_dead_runs_are_closed_now_and_after_a_l
     monkeypatch.setattr(supervisor.subprocess, "Popen", Child)
     store = store_at(Path(".agentgym/store"), lease_ttl_s=30.0)
     undertaker = Undertaker()
-    undertaker.look()  # for what was left before
+    undertaker.look()  # looks for runs that died earlier
     with store.open("stage-1", "ab" * 32):
         for _ in range(20):
             now[0] += OVERDUE_CHECK_S
             undertaker.look()
-        assert begun == [(0.0, "close-dead")]  # a run that goes on costs nothing
+        assert begun == [(0.0, "close-dead")]  # a live run needs no recovery process
     for _ in range(20):
         now[0] += OVERDUE_CHECK_S
         undertaker.look()

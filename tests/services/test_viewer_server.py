@@ -1,4 +1,4 @@
-"""The viewer as a service of `make up`: real, in a process of its own."""
+"""The viewer as a service of `make up`: the real one, in a separate process."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""The embedded sites, served, and a visitor of them."""
+"""Fixtures with the embedded sites, served, and a visitor."""
 
 import pytest
 

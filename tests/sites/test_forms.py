@@ -1,4 +1,4 @@
-"""What people type into the sites: bad input is told, odd requests are refused, text stays text."""
+"""User input on the sites: errors are shown, invalid requests are refused, text stays text."""
 
 import re
 from urllib.parse import urlencode
@@ -114,7 +114,7 @@ def test_a_wrong_form_says_what_is_wrong_and_keeps_what_was_typed(
     assert kind == "alert"
     assert message in text
     assert ("Typed before" in form.values()) == ("Typed before" in page)
-    assert "Typed before" not in visitor.get(site, at)  # once
+    assert "Typed before" not in visitor.get(site, at)  # it is shown only once
 
 
 ODD = [

@@ -1,5 +1,5 @@
-"""The embedded sites over HTTP, as a browser asks them: isolation, workflows, bad input,
-escaping, price of a session.
+"""The embedded sites over HTTP, as a browser uses them: isolation, workflows, invalid input,
+escaping, cost of a session.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from sites import SITES, TENANT_HEADER, SiteServer, queries
 from sites.session_state import content
 from tests.sites.visitor import MUG, Visitor, note
 
-# of the content of seed 0; tasks.json and gold.json are true of this content alone
+# digest of the content for seed 0; tasks.json and gold.json only match this content
 DIGEST = "26f90729ec605f3d"
 
 
@@ -283,9 +283,9 @@ def test_roles_are_kept(visitor):
     def refused(path, form=None):
         return note(visitor.post("gitlab", path, form))[0] == "alert"
 
-    # no member there
+    # the user is no member of this project
     assert refused("/birdlab/whistle/-/project_members", {"username": "ychoi", "role": "Guest"})
-    assert refused("/openquay/crane/-/merge_requests/1/merge")  # developer
+    assert refused("/openquay/crane/-/merge_requests/1/merge")  # a developer must not merge
     assert not refused("/openquay/crane/-/merge_requests/1/approve")
     owner = next(
         m for m in visitor.world.hub.memberships.where("project_id", 5) if m.role == "Owner"
@@ -353,7 +353,7 @@ def test_a_form_leads_back_to_its_own_site_alone(visitor):
 
 
 class Controls(HTMLParser):
-    """Collects what has no accessible name."""
+    """Parser that collects controls without an accessible name."""
 
     def __init__(self):
         super().__init__()

@@ -1,8 +1,8 @@
-"""Every task's gold, played by a person's means in the real browser against the embedded sites,
-and scored by a small reading of the rules.
+"""Every task's gold solution, played by a user's means in a real browser on the embedded sites, and
+scored by a small version of the rules.
 
-The player resolves `[role 'name']` with Playwright's own computation of accessible names and
-insists that what it touches lies in the viewport, for that is all an agent is shown.
+The player resolves `[role 'name']` with Playwright's accessible names and requires that its
+targets lie in the viewport, because an agent only sees the viewport.
 """
 
 import html
@@ -25,20 +25,20 @@ playwright = pytest.importorskip(
 FOLDER = Path(queries.__file__).resolve().parents[1] / "envs/webarena"
 TASKS = json.loads((FOLDER / "tasks.json").read_text())
 GOLD = json.loads((FOLDER / "gold.json").read_text())
-SHORT = (2, 35, 82, 89)  # in every run; the environment plays more of them in test_webarena.py
+SHORT = (2, 35, 82, 89)  # in every run; test_webarena.py plays more of them through the environment
 VIEWPORT = {"width": 1280, "height": 720}
 pytestmark = pytest.mark.usefixtures("chromium")
 
 
 def placed(text):
-    """The text with the placeholders of the sites filled in."""
+    """Fill in the placeholders for the sites' addresses."""
     for site, host in SITES.items():
         text = text.replace(f"__{site.upper()}__", f"http://{host}")
     return text
 
 
 class OutOfView(AssertionError):
-    """The target lies outside the viewport; `down` says in which direction."""
+    """The target lies outside the viewport; `down` gives the direction."""
 
     def __init__(self, action, down):
         super().__init__(f"{action}: not in the viewport, scroll {'down' if down else 'up'} first")
@@ -46,7 +46,7 @@ class OutOfView(AssertionError):
 
 
 class Player:
-    """One task's browser context, with one tab per start url; acts like an agent."""
+    """One task's browser context, with one tab per start URL; acts like an agent."""
 
     def __init__(self, browser, server, task):
         self.server, self.token, self.answer = server, server.open_tenant(), None
@@ -72,7 +72,7 @@ class Player:
         self.in_flight = max(0, self.in_flight + step)
 
     def settle(self):
-        """Until no request has been in flight for 60 ms, 5 s at most."""
+        """Wait until no request has been in flight for 60 ms, at most 5 s."""
         quiet = deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             self.page.wait_for_timeout(20)
@@ -142,7 +142,7 @@ def clean(text):
 
 
 def answered(reference, answer):
-    """Golds answer word for word, so that a fuzzy reference is judged as text here."""
+    """Score an answer. Gold answers are verbatim, so a fuzzy reference is compared as text."""
     if reference.get("fuzzy_match") == "N/A":
         return clean(answer) == "n/a"
     needed = [
@@ -156,7 +156,7 @@ def answered(reference, answer):
 
 
 def at(url, reference):
-    """Whether the page at `url` is one of the references."""
+    """Return True if the page at `url` is one of the references."""
     here, wanted = (
         urlsplit(url),
         [urlsplit(placed(one).rstrip("/")) for one in reference.split(" |OR| ")],
@@ -173,7 +173,7 @@ def at(url, reference):
 
 
 def called(expression, player):
-    """The result of one of the helpers."""
+    """Return the result of a helper."""
     name, argument = re.fullmatch(r"func:(\w+)\((?:__page__, )?(?:'(.*)')?\)", expression).groups()
     if name == "reddit_get_post_url":
         return post_url(argument.replace("__last_url__", player.page.url))
@@ -184,7 +184,7 @@ def called(expression, player):
 
 
 def read(target, player):
-    """What a target of the html evaluator finds."""
+    """Return the content of a target of the html evaluator."""
     if target["url"] != "last":
         player.page.goto(
             called(target["url"], player)
@@ -212,7 +212,7 @@ def met(required, found):
 
 
 def parts(task, player, answer):
-    """The outcome of each evaluator of the task, in order."""
+    """Yield the result of each evaluator of the task, in order."""
     rules = task["eval"]
     for kind in rules["eval_types"]:
         if kind == "string_match":
@@ -226,7 +226,7 @@ def parts(task, player, answer):
 
 @pytest.fixture(scope="module")
 def play():
-    """play(task) -> a Player in a context manager."""
+    """play(task) -> a context with a Player."""
     server = SiteServer()
     port = server.start()
     rules = ", ".join(f"MAP {host} 127.0.0.1:{port}" for host in SITES.values())

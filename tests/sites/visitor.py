@@ -11,7 +11,7 @@ MUG = "/product/2/halden-ember-enamel-mug"
 
 
 class Visitor:
-    """A session's browser, as far as HTTP goes."""
+    """HTTP client with a session's cookies."""
 
     def __init__(self, server, port, login=True):
         self.server, self.port = server, port
@@ -36,13 +36,13 @@ class Visitor:
         return answer.status, text, answer.headers
 
     def get(self, site, path):
-        """The page's text."""
+        """Return the text of a page."""
         status, text, _ = self.send("GET", site, path)
         assert status == 200, (path, status)
         return text
 
     def post(self, site, path, form=None, at="/"):
-        """Post a form that stands on the page `at`; the page it leads to."""
+        """Submit a form of the page `at`. Return the page to which it leads."""
         status, text, headers = self.send(
             "POST",
             site,
@@ -55,6 +55,6 @@ class Visitor:
 
 
 def note(page):
-    """The message at the top of a page."""
+    """Return (role, text) of the message at the top of a page, or None."""
     found = re.search(r'class="note \w+" role="(status|alert)">([^<]*)<', page)
     return (found[1], html.unescape(found[2])) if found else None

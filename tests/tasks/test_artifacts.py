@@ -1,4 +1,4 @@
-"""What a step shows must never stop the step."""
+"""A failure to display a step must not stop the step."""
 
 import asyncio
 import logging
@@ -43,7 +43,7 @@ def test_a_server_that_does_not_answer_costs_a_warning_and_no_step(monkeypatch, 
     monkeypatch.setattr(artifacts, "EVERY_S", 0.05)
     unreachable = {PREFECT_API_URL: "http://127.0.0.1:1/api", PREFECT_CLIENT_MAX_RETRIES: 0}
 
-    async def work(progress):  # as rollouts do it, from a coroutine
+    async def work(progress):  # rollouts also call it from a coroutine
         progress.advance(1)
 
     with (

@@ -1,4 +1,4 @@
-"""What the data task says where the dataset cannot be had as the repository pins it."""
+"""Messages of the data task if the dataset is not available as pinned by the repository."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ DATA = Path("data/lists")
 
 @pytest.fixture(scope="module")
 def pushed(empty_dvc_project, tmp_path_factory):
-    """A project with a dataset that is in its remote and not in its cache."""
+    """Return a project whose dataset is in its remote and not in its cache."""
     project = shutil.copytree(empty_dvc_project, tmp_path_factory.mktemp("pushed") / "project")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project)
@@ -36,7 +36,7 @@ def pushed(empty_dvc_project, tmp_path_factory):
 
 @pytest.fixture
 def remote(pushed, tmp_path, monkeypatch):
-    """The remote's folder of such a project; the project is the working directory."""
+    """Change to a copy of such a project. Return its remote's folder."""
     monkeypatch.chdir(shutil.copytree(pushed, tmp_path / "project"))
     return Path("remote")
 
@@ -108,6 +108,6 @@ def test_files_that_came_damaged_from_the_remote_are_a_digest_mismatch(remote):
 
 
 def test_the_project_s_own_remote_hands_out_nothing_damaged():
-    """With `verify` DVC compares what it fetches before it trusts it."""
+    """With `verify` DVC checks a download before it accepts it."""
     config = (Path(__file__).parents[2] / ".dvc/config").read_text()
     assert "verify = true" in config.partition("['remote \"embedded\"']")[2]

@@ -1,5 +1,5 @@
-"""What a kubernetes worker would send for one of our flow runs is what the API accepts and what
-our namespace admits.
+"""The Job that a Kubernetes worker sends for a flow run is valid for the API, and our namespace
+admits it.
 """
 
 import json
@@ -15,8 +15,8 @@ TEMPLATE = json.loads((ROOT / "k8s/prefect/base-job-template.json").read_text())
 
 
 def job(deployment="pipeline"):
-    """The manifest as the worker fills it: the pool's defaults, the deployment's variables, its
-    own command and names.
+    """Return the Job as the worker makes it: defaults of the work pool, variables of the
+    deployment, command and names.
     """
     (found,) = [
         d
@@ -53,7 +53,7 @@ def test_the_job_is_admitted_where_pods_are_restricted_and_is_not_retried_by_kub
     spec = job()["spec"]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
-    # automations decide, with the run's state in sight
+    # no retries by Kubernetes: automations decide, because they know the run's state
     assert (spec["backoffLimit"], pod["restartPolicy"]) == (0, "Never")
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}

@@ -1,4 +1,4 @@
-"""The script behind the recipes that ship."""
+"""The script that makes the included recipes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Both grammars, on views built by hand."""
+"""Both action grammars, on views built by hand."""
 
 import random
 from collections import deque
@@ -17,7 +17,7 @@ from envs.babyai.actions import (
 )
 from envs.babyai.views import View, VisibleObject
 
-UP = 3  # looking this way AgentGym's window is what is seen
+UP = 3  # in this direction AgentGym's window equals the visible area
 BALL = VisibleObject("ball", "red", "", 2, 0)
 FAR_BALL = VisibleObject("ball", "red", "", 5, 0)
 CLOSED = VisibleObject("door", "grey", "closed", 1, 0)
@@ -58,8 +58,8 @@ def test_going_to_what_one_faces_already_asks_for_nothing():
 
 
 def test_a_path_leads_around_what_is_in_the_way():
-    # past the nearer ball: a turn, one cell aside, a turn, 5 cells along, and a turn to face the
-    # farther one
+    # path around the nearer ball: a turn, 1 cell to the side, a turn, 5 cells forward, and a turn
+    # to face the farther one
     faced, _ = find_paths(view_of(BALL, FAR_BALL), UP)
     assert faced[FAR_BALL.cell] == (
         Move.LEFT,
@@ -82,19 +82,19 @@ def test_a_plan_leads_over_cells_nobody_sees_and_through_closed_doors():
 )
 def test_the_window_of_a_plan_depends_on_the_way_the_agent_looks(compass, row_behind, column_right):
     around = {(1, 1), (0, 1), (1, 0), (1, -1)}
-    # walls on the left and ahead, and beside the agent: the way leads behind it
+    # walls on the left, ahead and at the side: the path leads behind the agent
     behind = VisibleObject("ball", "red", "", 0, -2)
     faced, _ = find_paths(view_of(behind, walls=around | {(0, -1)}), compass)
     assert (behind.cell in faced) == row_behind
-    # a wall from side to side of the view: the way leads past its right end
+    # a wall across the whole view: the path leads around its right end
     barred = VisibleObject("ball", "red", "", 5, 0)
     faced, _ = find_paths(view_of(barred, walls={(3, left) for left in range(-3, 4)}), compass)
     assert (barred.cell in faced) == column_right
 
 
 def search_plainly(view, compass):
-    """AgentGym's search as it is defined: what is found goes to the end of the queue however
-    often, its last finder is remembered.
+    """Search as AgentGym defines it: a cell is queued again each time it is reached, and its last
+    predecessor is kept.
     """
     steps = ((1, 0), (0, -1), (-1, 0), (0, 1))
     rows, columns = (
@@ -192,7 +192,7 @@ def test_full_hands_take_nothing_and_drop_only_where_nothing_lies():
     view = view_of(VisibleObject("ball", "red", "", 1, 0), carrying="blue key")
     assert "hands are full" in plan("pickup red ball 1", view).reason
     assert "is taken" in plan("drop", view).reason
-    # offered before a door, as in AgentGym
+    # AgentGym offers it in front of a door
     assert plan("drop", view_of(CLOSED, carrying="blue key")) == (Move.DROP,)
 
 

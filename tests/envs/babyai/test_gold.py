@@ -1,4 +1,4 @@
-"""AgentGym's 40 levels, five seeds each: whom the expert solves, and that nobody else is paid."""
+"""AgentGym's 40 levels, five seeds each: the expert solves them, and only success is rewarded."""
 
 import asyncio
 import random
@@ -12,13 +12,13 @@ from envs.bounded import run_bounded
 from envs.env import ExpertFailed
 
 NUM_IDS = 5 * len(AGENTGYM_LEVELS)
-# the README says why
+# the README explains why
 NEVER = {"KeyInBox", "PutNextS7N4Carrying"}
 SELDOM = {"OpenDoorsOrderN4Debug", "UnlockToUnlock", "GoToImpUnlock"}
 
 
 def play_expert(world, task_id):
-    """ "" where it succeeds within the level's own step limit, else why not."""
+    """Return "" if the expert succeeds within the level's step limit, else the reason."""
     world.reset(task_id)
     expert = world.expert()
     while True:

@@ -1,4 +1,4 @@
-"""Which level and seed an id names, and which world that is."""
+"""Task ids map to a level, a seed and a world."""
 
 import json
 
@@ -19,7 +19,7 @@ def test_what_a_box_hides_and_what_is_carried_belong_to_a_world():
     def of(level):
         return [json.loads(spec({"levels": [level]}).identity(task)) for task in range(3)]
 
-    # a key in a box
+    # the world contains a key in a box
     assert all(
         any(cell and cell[:1] == [7] and cell[3][:1] == [5] for cell in cells)
         for *_, cells in of("KeyInBox")

@@ -1,4 +1,4 @@
-"""What the agent sees is minigrid's picture, at every step of every level."""
+"""The agent's view equals minigrid's picture at every step of every level."""
 
 import random
 

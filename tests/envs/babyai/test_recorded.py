@@ -39,7 +39,7 @@ FACTS = ("offered", "objects", "facing", "carrying")
 
 
 def read_answer(text):
-    """(goal, facts) as a program that knows AgentGym's sentences reads them."""
+    """Parse AgentGym's sentences. Return (goal, facts)."""
     answer = ANSWER.fullmatch(text)
     objects = []
     for name, straight, ahead, aside, side in OBJECT.findall(answer["told"]):
@@ -64,8 +64,8 @@ def recorded_facts(told):
 
 
 async def replay(post, episode, differences):
-    """Plays one episode to its recorded end and counts what differs.
-    Result: the number of its turns.
+    """Replay one episode to its recorded end and count the differences.
+    Return its number of turns.
     """
     data_idx, goal, told, turns = episode
     number = (await post("/create"))["id"]

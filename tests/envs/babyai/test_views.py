@@ -1,4 +1,4 @@
-"""Both wordings of minigrid's view, on views built by hand."""
+"""Both texts of minigrid's view, on views built by hand."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ RED, GREEN = 0, 1
 
 
 def image_of(*cells, default=EMPTY):
-    """cells: (ahead, left, kind, colour, state); the agent is at column 3 of the last row."""
+    """Image with (ahead, left, kind, color, state) cells; the agent is at column 3, last row."""
     image = np.zeros((7, 7, 3), dtype=np.uint8)
     image[:, :, 0] = default
     for ahead, left, kind, colour, state in cells:

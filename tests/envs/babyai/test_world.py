@@ -26,7 +26,7 @@ def world_of(**options):
 
 
 def play(world, task_id, actions):
-    """Everything said and paid in one episode."""
+    """Play the actions. Return all observations and rewards of the episode as lines."""
     lines = [world.reset(task_id)]
     for action in actions:
         result = world.step(action)
@@ -84,7 +84,7 @@ def test_reward_minigrid_falls_with_every_move():
     world.step("nonsense")
     for action in ("move forward", "move forward"):
         assert world.step(action).reward == 0.0
-    # three moves of the 64 a room of side 8 allows
+    # three moves; a room of side 8 allows 64
     assert world.step("turn right").reward == pytest.approx(1 - 0.9 * 3 / 64)
 
 
@@ -111,12 +111,12 @@ def test_the_limit_ends_a_high_episode_too_and_within_a_plan():
 
 def test_minigrids_limit_does_not_end_an_episode_of_agentgyms():
     world = spec({}).agentgym.make()
-    world.reset(3)  # GoToObjS6-v0: 16 moves
+    world.reset(3)  # GoToObjS6-v0 allows 16 moves
     results = [world.step("turn left") for _ in range(16)]
     assert [result.truncated for result in results] == [False] * 16
     result = world.step("go to blue key 1")
     assert (result.terminated, result.success) == (True, True)
-    assert result.reward == pytest.approx(1 - 0.9 * 18 / 16)  # below 0, as there
+    assert result.reward == pytest.approx(1 - 0.9 * 18 / 16)  # negative, as in AgentGym
 
 
 @pytest.mark.parametrize("actions", ["low", "high"])
@@ -141,7 +141,7 @@ def test_a_plan_is_given_up_where_the_picture_stays_the_same():
         for y in range(1, 19):
             world.env.grid.set(x, y, None)
     world.env.agent_pos, world.env.agent_dir = (4, 10), 0
-    world._carry_out([Move.TOGGLE])  # looks around
+    world._carry_out([Move.TOGGLE])  # toggle in place, to see the surroundings
     assert world._carry_out([Move.FORWARD] * 3).observation == "see: nothing"
     assert world.env.agent_pos == (5, 10)
 
@@ -151,8 +151,8 @@ def test_going_through_a_door_stops_in_the_doorway():
     world.reset(0)
     result = world.step("toggle and go through red closed door 1")
     assert world.env.grid.get(*world.env.agent_pos).type == "door"
-    # the door was opened on the way: only the last move is asked whether the mission is done, so
-    # nothing is paid and play goes on
+    # the door was opened on the way: the mission is only checked after the last move, so the
+    # episode continues without a reward
     assert (result.reward, result.terminated, result.success) == (0.0, False, False)
 
 

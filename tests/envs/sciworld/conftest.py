@@ -1,4 +1,4 @@
-"""One pool of Java processes for all tests here: a slot that was used opens games fast."""
+"""One pool of Java processes for all tests of this folder: a used slot opens games fast."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def pool():
 
 @pytest.fixture
 def world(pool):
-    """(**options) -> a world, closed afterwards."""
+    """world(**options) -> a world, closed after the test."""
     worlds = []
 
     def make(**options):

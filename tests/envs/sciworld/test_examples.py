@@ -1,4 +1,4 @@
-"""The worked examples are what the engine plays."""
+"""The engine reproduces the worked examples."""
 
 from envs.registry import load_spec
 from envs.sciworld.make_examples import TASKS, make

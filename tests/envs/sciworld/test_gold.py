@@ -1,4 +1,4 @@
-"""The recorded solutions solve, on every kind of task, and nobody else is paid."""
+"""The recorded solutions solve every kind of task, and only success is rewarded."""
 
 import random
 from collections import Counter
@@ -8,11 +8,11 @@ import pytest
 from envs.sciworld.gold import solution
 from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task, find_task, num_tasks
 
-UNSOLVED_SHARE = 0.01  # of all indices; the README lists the kinds
+UNSOLVED_SHARE = 0.01  # upper bound over all indices; the README lists the kinds
 
 
 def play(world, task_id):
-    """Result: (final score, moves) of the expert."""
+    """Return (final score, moves) of the expert."""
     world.reset(task_id)
     expert = world.expert()
     while True:
@@ -22,7 +22,7 @@ def play(world, task_id):
 
 
 def ids(per_task):
-    """Task ids of each kind with a recorded solution, spread over its variations."""
+    """Return ids of tasks with a recorded solution, spread over the variations of each kind."""
     first, chosen = 0, []
     for name in PUBLISHED:
         count = VARIATIONS[name]

@@ -9,7 +9,7 @@ from envs.sciworld.make_jar import JDK, build
 
 
 def compiler():
-    """Major version of `javac`; "" without one."""
+    """Return the major version of `javac`; "" if it is not installed."""
     if shutil.which("javac") is None:
         return ""
     return (

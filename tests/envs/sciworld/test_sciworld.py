@@ -1,4 +1,4 @@
-"""The options of the environment, and what it needs."""
+"""The options of the environment, and its requirements."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Games that share a process do not share a world, and what happens to a process ends its own
-games alone.
-"""
+"""Games that share a process have separate worlds, and a lost process ends only the games in it."""
 
 import asyncio
 import json
@@ -24,12 +22,12 @@ from envs.sciworld.tasks import PUBLISHED, VARIATIONS, Task
 from tests.completed import completed
 from tests.waiting import wait_until
 
-# 46
+# 46 games
 GAMES = [Task(name, variation) for name in PUBLISHED for variation in (0, VARIATIONS[name] // 2)]
 
 
 def actions_of(task, limit):
-    """The recorded way, or where none is a walk around."""
+    """Return the recorded solution, or a walk if there is none."""
     return (
         solution(task)
         or [
@@ -52,7 +50,7 @@ def alone(pool, task, limit):
 
 
 def interleaved(pool, tasks, limit, seed):
-    """All games open at once; any of them moves next, from several threads."""
+    """Play all games at the same time, in random order, from several threads."""
     chance = random.Random(seed)
     with ThreadPoolExecutor(8) as threads:
         open_slots = list(threads.map(lambda _: pool.acquire(), tasks))
@@ -160,11 +158,11 @@ def test_a_warm_pool_opens_four_games_for_a_fraction_of_what_a_cold_one_takes():
 def test_no_more_games_are_warmed_than_may_be_open(small):
     small.warm(1)
     (process,) = small._processes
-    assert [slot.open for slot in process.free] == [False, True]  # the next game gets the last one
+    assert [slot.open for slot in process.free] == [False, True]  # the next game gets the last slot
 
 
 def test_loading_twice_is_loading_once(pool):
-    """The engine's own client loads each task twice."""
+    """Loading is idempotent, because the engine's client loads each task twice."""
     slot = pool.acquire()
     once = slot.call("l", "boil", "3")
     assert slot.call("l", "boil", "3") == once
@@ -173,7 +171,7 @@ def test_loading_twice_is_loading_once(pool):
 
 @pytest.fixture
 def small():
-    """Two games a process."""
+    """Yield a pool with two games per process."""
     pool = SlotPool(slots_per_jvm=2)
     yield pool
     pool.close()
@@ -202,7 +200,7 @@ def test_a_game_in_which_the_engine_asks_for_exit_ends_alone(small):
         broken.call("a", "shutdown")
     assert other.call("s", "look around")[0]
     small.release(broken)
-    assert small.acquire() is not broken  # what is left of it is not played on
+    assert small.acquire() is not broken  # a slot with unread output is not used again
     assert small.restarts == 0
 
 
@@ -213,7 +211,7 @@ def test_a_game_that_gives_no_answer_is_ended_with_its_process():
         slot.call("l", "boil", "0")
         pool._call_timeout_s = 0.05
         with pytest.raises(JvmLost, match=r"gave no answer within 0\.05 s"):
-            slot.call("g", "boil", "1")  # the engine searches for a solution: seconds
+            slot.call("g", "boil", "1")  # the engine searches for a solution for seconds
         assert not psutil.pid_exists(slot.process.jvm.pid)
     finally:
         pool.close()
@@ -249,7 +247,7 @@ def test_texts_longer_than_a_pipe_holds_arrive_both_ways(pool):
     pool.release(slot)
 
 
-# the second does not fit into the pipe
+# the second text does not fit into the pipe
 @pytest.mark.parametrize("text", ["look around", "x" * 300_000])
 @pytest.mark.parametrize("awaited", [False, True])
 def test_a_process_that_stands_still_is_ended_with_all_its_games(small, stand_still, text, awaited):
@@ -268,7 +266,7 @@ def test_a_killed_process_ends_the_games_that_wait_for_it(small):
     held = [small.acquire() for _ in range(2)]
 
     async def wait_both():
-        # seconds
+        # each call takes seconds
         waiting = [asyncio.create_task(slot.call_async("g", "boil", "1")) for slot in held]
         await asyncio.sleep(0.2)
         os.kill(held[0].process.jvm.pid, signal.SIGKILL)
@@ -284,7 +282,7 @@ def test_a_call_that_finds_another_under_way_lets_the_loop_go_on(pool):
     slot.call("l", "boil", "1")
 
     async def overlap():
-        other = asyncio.create_task(asyncio.to_thread(slot.call, "g", "boil", "1"))  # seconds
+        other = asyncio.create_task(asyncio.to_thread(slot.call, "g", "boil", "1"))  # takes seconds
         await asyncio.sleep(0.1)
         waiting = asyncio.create_task(slot.call_async("s", "look around"))
         await asyncio.sleep(0.1)
@@ -339,7 +337,7 @@ def test_a_process_that_grew_too_large_is_replaced_when_its_games_are_over(small
     second.call("l", "boil", "0")
     monkeypatch.setattr(slots, "GROWN", 0.1)
     small.release(first)
-    assert second.call("s", "look around")[0]  # plays on
+    assert second.call("s", "look around")[0]  # the other game continues
     pid = second.process.jvm.pid
     small.release(second)
     assert not psutil.pid_exists(pid)
@@ -353,7 +351,7 @@ def test_processes_nobody_needs_end_after_a_while_but_the_first(small, monkeypat
     assert len(others) == 2
     for slot in held:
         small.release(slot)
-    assert small.acquire().process.jvm.pid == first  # they are not spread again
+    assert small.acquire().process.jvm.pid == first  # games fill the first process again
     assert small.pids == [first, *others]
     monkeypatch.setattr(slots, "IDLE_S", 0.0)
     small.acquire()
@@ -368,7 +366,7 @@ def test_closing_leaves_no_process_thread_or_descriptor():
         pool = SlotPool()
         slot = pool.acquire()
         pids = pool.pids
-        # nobody else gets in
+        # no process listens on a port
         assert not [
             c for c in psutil.Process(pids[0]).net_connections() if c.status == psutil.CONN_LISTEN
         ]

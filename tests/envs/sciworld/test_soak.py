@@ -1,5 +1,5 @@
-"""A server of Java processes that serves for weeks: sessions come, go, are forgotten, and
-processes are killed under them.
+"""A server of Java processes in long use: sessions open, close and expire, and processes are
+killed.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ TTL_S = 5.0
 
 
 class Tree:
-    """A server and the processes it started."""
+    """Server process and its child processes."""
 
     def __init__(self, pid):
         self._server = psutil.Process(pid)
@@ -33,13 +33,13 @@ class Tree:
         return self._server.children(recursive=True)
 
     def held(self):
-        """(MiB of all, threads and descriptors of the server, number of processes)."""
+        """Return (MiB of all, threads and descriptors of the server, number of processes)."""
         mib = sum(process.memory_info().rss for process in (self._server, *self.jvms())) / 2**20
         return mib, self._server.num_threads(), self._server.num_fds(), len(self.jvms())
 
 
 async def visit(pool, first, count, at_once):
-    """`count` sessions of five steps each. Result: how many were lost."""
+    """Play `count` sessions of five steps each. Return the number of lost sessions."""
     slots = asyncio.Semaphore(at_once)
 
     async def one(number):
@@ -53,7 +53,7 @@ async def visit(pool, first, count, at_once):
                         if reply.terminated or reply.truncated:
                             break
             except EnvError as error:
-                if error.kind != "env_crashed":  # typed, never a reward
+                if error.kind != "env_crashed":  # a typed error, never a reward
                     raise
                 return 1
             return 0
@@ -69,12 +69,12 @@ async def is_open(pool, num_sessions):
 
 
 async def soak(endpoints, num_sessions, num_abandoned, num_kills, at_once):
-    """Result: what is held after the first sessions, and at the end; sessions lost."""
+    """Return the usage after the first sessions and at the end, and the number of lost sessions."""
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
         tree = Tree((await pool.info())[0].pid)
-        fifth = max(num_sessions // 5, at_once)  # as many at once as later
+        fifth = max(num_sessions // 5, at_once)  # at least as many concurrent sessions as later
         playing = asyncio.create_task(visit(pool, 0, fifth, at_once))
-        await is_open(pool, at_once - 1)  # that asks on a connection of its own, as later
+        await is_open(pool, at_once - 1)  # this poll uses a separate connection, as later
         assert await playing == 0
         plateau, lost, number = tree.held(), 0, fifth
         for kill in range(num_kills):
@@ -96,7 +96,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills, at_once):
         while (await pool.info())[0].active_sessions:
             assert time.monotonic() < deadline, "abandoned sessions are not reaped"
             await asyncio.sleep(0.5)
-        # what more sessions at once needed ends
+        # idle processes, needed only by more concurrent sessions, end
         await asyncio.sleep(IDLE_S if num_sessions >= 1000 else 0)
         assert await visit(pool, number, fifth, at_once) == 0
         return plateau, tree.held(), lost, tree.jvms()
@@ -124,13 +124,13 @@ def test_memory_threads_descriptors_and_processes_come_back(
         f" {lost} sessions lost"
     )
     assert 0 < lost <= num_kills * SLOTS_PER_JVM
-    if num_sessions >= 1000:  # before, the compiler still works
+    if num_sessions >= 1000:  # in a short run the Java compiler is still working
         assert end[3] <= plateau[3]
         assert end[0] <= 1.05 * plateau[0]
     extra = max(end[3] - plateau[3], 0)
-    # its own pool, asyncio's, the loop and the owner's watch
+    # the pool, asyncio's executor, the event loop and the owner watch
     assert end[1] <= POOL_THREADS + min(32, os.cpu_count() + 4) + 2
-    # its life and two pipes for each game
+    # a lifeline and two pipes per game
     assert end[2] <= plateau[2] + (1 + 2 * SLOTS_PER_JVM) * extra
     _, left = psutil.wait_procs(jvms, timeout=20)
     assert not left

@@ -1,4 +1,4 @@
-"""Where the wrapper is missing: the engine as its package offers it, one process a session."""
+"""Without the wrapper jar: the packaged engine, one process per session."""
 
 import asyncio
 import gc
@@ -18,7 +18,7 @@ from envs.sciworld.tasks import Task
 TASK = 2936 + 3
 
 
-# their object lists and readings differ where identity hashes do
+# their object lists and readings depend on identity hashes
 SENSITIVE = [
     Task("power-component", 10),
     Task("use-thermometer", 270),
@@ -28,7 +28,7 @@ SENSITIVE = [
 
 @pytest.fixture
 def place():
-    """A game's process, ended afterwards."""
+    """Yield a slot with a loaded game; close it after the test."""
     pool = StockPool()
     place = pool.acquire()
     place.call("l", "boil", "0")
@@ -100,11 +100,11 @@ def test_a_game_that_gives_no_answer_is_lost_in_time(place, stand_still, monkeyp
             await place.call_async("s", "look around")
         await asyncio.to_thread(place.end)
 
-    asyncio.run(asyncio.wait_for(step(), 20))  # its thread has ended too
+    asyncio.run(asyncio.wait_for(step(), 20))  # the worker thread has ended, too
 
 
 def test_a_process_that_does_not_begin_in_time_is_ended(monkeypatch):
-    from py4j.protocol import Py4JError  # comes with the engine
+    from py4j.protocol import Py4JError  # installed with the engine
 
     monkeypatch.setattr("envs.sciworld.stock.CALL_TIMEOUT_S", 0.01)
     before = set(psutil.Process().children())
@@ -123,9 +123,9 @@ def test_a_call_nobody_awaits_has_a_deadline_too(place, stand_still):
 
 
 def test_a_process_that_dies_before_it_reads_a_call_is_lost_and_no_game_failed(place, stand_still):
-    """Otherwise a killed process would be an episode that scored 0."""
+    """Raise JvmLost: otherwise a killed process would be an episode with score 0."""
     stand_still(place.process.pid)
-    threading.Timer(0.5, place.process.kill).start()  # the call lies unread
+    threading.Timer(0.5, place.process.kill).start()  # the process does not read the call
     with pytest.raises(JvmLost):
         place.call("s", "look around")
 

@@ -40,7 +40,7 @@ def test_indices_mean_what_the_published_lists_mean():
         task = find_task(PUBLISHED, index)
         assert (task.name, task.variation) == (name, 0)
         if index:
-            assert find_task(PUBLISHED, index - 1).variation > 0  # the last one of the kind before
+            assert find_task(PUBLISHED, index - 1).variation > 0  # the previous kind's last one
     assert num_tasks(PUBLISHED) == 4639
 
 

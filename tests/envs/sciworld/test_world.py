@@ -12,7 +12,7 @@ from envs.sciworld import INSTRUCTIONS
 from envs.sciworld.gold import solution
 from envs.sciworld.world import GRAMMAR, UNREADABLE
 
-FIND_LIVING = 2936 + 3  # five moves
+FIND_LIVING = 2936 + 3  # solved in five moves
 
 
 def finish(world, task_id):
@@ -74,7 +74,7 @@ def test_a_failed_task_is_over_and_worth_nothing(world):
         assert first.reward + last.reward == pytest.approx(total)
 
 
-SCORED = 2936 + 150  # its first look is worth 8 points
+SCORED = 2936 + 150  # the first look scores 8 points
 
 
 @pytest.mark.parametrize("reward", ["normalised", "agentgym"])
@@ -130,14 +130,14 @@ def test_an_action_on_which_the_engine_raises_ends_the_episode_worth_nothing(wor
     playing.reset(FIND_LIVING)
     paid = playing.step("open door to kitchen").reward
     assert paid > 0
-    # on which the engine raises
+    # the engine raises at this command
     slot, playing._slot = playing._slot, SimpleNamespace(call=lambda *_: slot.call("a", "shutdown"))
     last = playing.step("look around")
     playing._slot = slot
     assert (paid + last.reward, last.terminated, last.success) == (pytest.approx(0), True, False)
     assert "raised on 'look around'; the episode scores 0\nTraceback" in caplog.text
     playing.close()
-    assert world().reset(FIND_LIVING)  # the slot is another one
+    assert world().reset(FIND_LIVING)  # a new world gets another slot
 
 
 @pytest.mark.parametrize("letter", ["İ", "ß", " ", "air "])

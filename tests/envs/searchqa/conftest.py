@@ -1,6 +1,4 @@
-"""A small retrieval server that speaks the Search-R1 API, on loopback, and keeps a log of what
-it was asked.
-"""
+"""A small retrieval server with the Search-R1 API, on loopback. It logs its requests."""
 
 import json
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ CAPITALS = Bm25(
 
 
 def found(asked):
-    """The reply a retrieval server gives."""
+    """Return a retrieval server's response to a request."""
     hits = [CAPITALS.search(query, asked["topk"]) for query in asked["queries"]]
     return {
         "result": [
@@ -36,8 +34,8 @@ def found(asked):
 
 @pytest.fixture
 def retrieving():
-    """retrieving(behave) -> (url, log) of a server; behave(handler, asked, number) may answer
-    in its own way and then returns True.
+    """retrieving(behave) -> (url, log) of a server. behave(handler, request, number) may send a
+    different response; it then returns True.
     """
 
     @contextmanager

@@ -30,7 +30,7 @@ def write(folder, split, rows):
 
 
 def borders():
-    """First and last row of every published range: (task id, row)."""
+    """Return (task id, row) of the first and the last item of every published range."""
     return [
         (task_id, row(r.data_source, task_id - r.first, r.split))
         for r in RANGES
@@ -191,7 +191,7 @@ def test_episodes_on_the_benchmarks_search_a_real_index(tmp_path, retrieving):
         episode.reset(1)
         expert = episode.expert()
         episode.step(expert.next_action())
-        # it gives no answer that it was not shown
+        # the expert gives no answer that is in no shown document
         with pytest.raises(ExpertFailed, match="no document contains"):
             expert.next_action()
         with pytest.raises(ValueError, match="has no such row"):

@@ -1,4 +1,4 @@
-"""What a reply does, and how documents are written down."""
+"""Parsing of replies, and the text of documents."""
 
 import re
 

@@ -38,7 +38,7 @@ def test_scores_are_those_of_the_formula():
     count twice.
     """
     norm = 1.2 * (1 - 0.75 + 0.75 * 3 / 3)  # every document has three words
-    rare, common = log(1 + 3.5 / 1.5), log(1 + 1.5 / 3.5)  # in one and in three of four documents
+    rare, common = log(1 + 3.5 / 1.5), log(1 + 1.5 / 3.5)  # in one document, and in three of four
     scores = SMALL._index.get_scores_from_ids([SMALL._vocabulary["oak"], SMALL._vocabulary["tree"]])
     assert abs(scores[0] - (rare * 2 / (2 + norm) + common / (1 + norm))) < 1e-5
     assert abs(scores[1] - common / (1 + norm)) < 1e-5

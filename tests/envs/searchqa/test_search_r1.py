@@ -1,4 +1,4 @@
-"""The client of the retrieval API against a real HTTP server, in good and bad days."""
+"""The client of the retrieval API against a real HTTP server that works or fails."""
 
 import re
 import socket
@@ -17,7 +17,7 @@ from envs.server import ServerSettings, make_app
 
 
 def failing(url, message, timeout_s=5.0):
-    """The search fails for this reason, and the error names the URL."""
+    """Assert that a search fails with this message, and that the error names the URL."""
     with pytest.raises(RetrieverError, match=re.escape(f"retriever {url}: ") + message):
         SearchR1(url, timeout_s).search("Japan", 3)
 
@@ -30,7 +30,7 @@ def test_a_search_is_one_request_in_the_words_of_the_api(retrieving):
         assert log == [
             ("/retrieve", {"queries": ["capital of Japan"], "topk": 1, "return_scores": True})
         ]
-        # found nothing, which is an answer
+        # an empty result is a valid response
         assert SearchR1(url.removesuffix("/retrieve")).search("whale", 2) == []
         assert log[-1][0] == "/retrieve"
 
@@ -71,7 +71,7 @@ def test_queries_of_many_threads_travel_together_and_each_gets_its_own_documents
         assert len(documents) == 1 + number % 3
     sizes = [len(asked["queries"]) for _, asked in log]
     assert sum(sizes) == len(countries)
-    assert len(sizes) <= 4  # the first few, then all who waited meanwhile
+    assert len(sizes) <= 4  # the first requests, then one batch of all that waited
 
 
 def test_a_batch_is_bounded_and_nobody_is_forgotten(retrieving, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_server_that_refuses_every_query_is_an_error(retrieving):
 
     with retrieving(refuse) as (url, log):
         failing(url, "status 422: no")
-        assert len(log) == 2  # the query, and one that every server can answer
+        assert len(log) == 2  # the query, and a probe that every server can answer
 
 
 def test_a_lasting_trouble_is_an_error_after_three_attempts(retrieving, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_retriever_that_does_not_finish_is_left_at_the_deadline(retrieving, tr
     def behave(handler, asked, number):
         handler.send_response(200)
         handler.end_headers()
-        # each byte comes in time for a socket's own timeout, the whole never
+        # a byte arrives within the socket's timeout, the whole response never does
         while not over.wait(0.02):
             if trickle:
                 handler.wfile.write(b" ")
@@ -182,7 +182,7 @@ def test_a_retriever_that_does_not_finish_is_left_at_the_deadline(retrieving, tr
 def test_who_gets_no_turn_in_time_is_told_so_and_not_asked_for_later(retrieving):
     with retrieving() as (url, log):
         retriever = SearchR1(url, 0.5)
-        # as long as another request is under way
+        # the turn is free only after the other request
         with retriever._turn, pytest.raises(RetrieverError, match=r"no turn within 0\.5 s"):
             retriever.search("France", 1)
         assert retriever.search("Japan", 1)[0].title == "Japan"
@@ -257,7 +257,7 @@ def test_queries_of_a_request_that_was_given_up_fail_and_are_not_answered_with_n
     with retrieving() as (url, _):
         retriever = SearchR1(url)
         monkeypatch.setattr(search_r1, "WINDOW_S", 0.1)
-        # as a thread that is stopped leaves it
+        # a stopped thread exits in this way
         monkeypatch.setattr(retriever, "_ask", lambda queries, topk: sys.exit())
         with ThreadPoolExecutor(2) as pool:
             first, second = (

@@ -1,4 +1,4 @@
-"""The options of the environment, and what its manual says."""
+"""The options of the environment, and its manual."""
 
 import pytest
 

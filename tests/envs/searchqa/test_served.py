@@ -59,7 +59,7 @@ def test_sessions_of_a_server_share_requests_to_a_remote_retriever(retrieving, s
         retrieving(slow) as (url, log),
         serving("searchqa", {"retriever": url}, offer_expert=True) as (endpoint, _),
     ):
-        before = len(log)  # of the scripted episode
+        before = len(log)  # entries of the scripted episode
         observations = asyncio.run(main(endpoint))
         assert len(set(observations)) == 1
         assert "Tokyo" in observations[0]

@@ -163,7 +163,7 @@ def test_agentgym_mode_goes_on_until_the_answer_is_right():
             False,
             0.0,
         )
-    # there the last answer of a reply counts
+    # on AgentGym's routes the last answer of a reply counts
     result = episode.step("<answer>nobody</answer>, no: <answer>Krarith Glildall</answer>")
     assert (result.reward, result.terminated, result.success) == (1.0, True, True)
 
@@ -190,7 +190,7 @@ def test_agentgyms_protocol_asks_in_its_order_and_has_its_four_cases():
     )
     found = episode.step(
         "<think>I could <search>Tevex Mills</search> or</think> <answer>junk</answer>"
-    ).observation  # the raw reply is read
+    ).observation  # the raw reply is parsed
     assert found.startswith("<information>Doc 1(Title: ")
     assert episode.step("<answer>somebody</answer>").observation == says.try_again
     assert episode.step("hm").observation == says.neither
@@ -268,7 +268,7 @@ def test_the_expert_goes_on_from_what_others_did():
     first, second = episode.question.hops
     expert = episode.expert()
     assert expert.next_action() == expert.next_action() == f"<search>{first.query}</search>"
-    episode.step(f"<search>{second.title}</search>")  # the second document is known already
+    episode.step(f"<search>{second.title}</search>")  # the second document is shown already
     episode.step("blub")
     while not (result := episode.step(expert.next_action())).terminated:
         pass

@@ -1,4 +1,4 @@
-"""The expert's plans, against ones worked out by hand and against every other way to choose."""
+"""The expert's plans, compared with plans made by hand and with every other choice of recipes."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from envs.textcraft.recipes import Book, load_book
 
 
 def draft(text, kind=""):
-    """`4 stick: 2 #planks` as a recipe."""
+    """Parse a recipe such as `4 stick: 2 #planks`."""
     output, _, ingredients = text.partition(": ")
     count, name = output.split()
     return Draft(
@@ -29,9 +29,9 @@ def book_of(*drafts):
 def test_everything_is_made_before_it_is_used_and_fetched_at_once():
     book = book_of("1 door: 2 bar, 1 pin", "3 bar: 2 iron", "1 pin: 1 iron, 1 bar")
     assert solution(book, "door") == [
-        "get 3 iron",  # 2 for the three bars, 1 for the pin
+        "get 3 iron",  # 2 for three bars, 1 for the pin
         "craft 3 bar using 2 iron",
-        "craft 1 pin using 1 iron, 1 bar",  # the third bar
+        "craft 1 pin using 1 iron, 1 bar",  # uses the third bar
         "craft 1 door using 2 bar, 1 pin",
     ]
 
@@ -84,7 +84,7 @@ def test_no_other_choice_of_recipes_and_members_is_shorter_on_any_goal():
     compared = 0
     for goal in book.goals:
         names = [goal]
-        for name in names:  # grows: the whole tree
+        for name in names:  # the list grows while we iterate, up to the whole tree
             below = [
                 part for recipe in book.by_output.get(name, ()) for part, _ in recipe.ingredients
             ]
@@ -110,7 +110,7 @@ def test_no_other_choice_of_recipes_and_members_is_shorter_on_any_goal():
                 dict(zip(kinds, chosen[len(recipes) :], strict=True)),
             )
             assert shortest <= len(Plan(goal, {}, choices).acts)
-    assert compared == 544  # all but three, where too many dyes lead to too many flowers
+    assert compared == 544  # all but three goals, where too many dyes lead to too many flowers
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -1,4 +1,4 @@
-"""Recipes are read in AgentGym's layout and mean the same in whatever order the disk lists them."""
+"""Recipes are read in AgentGym's layout; the order of the files on disk does not matter."""
 
 import json
 import random
@@ -92,14 +92,14 @@ def write(folder, order=None, rename=lambda name: name):
 def test_a_folder_of_recipe_files_becomes_goals(tmp_path):
     book = load_book(str(write(tmp_path / "recipes")))
     assert [recipe.text for recipe in book.recipes] == [
-        "craft 4 acacia planks using 1 acacia logs",  # a tag that nothing crafts is an item
+        "craft 4 acacia planks using 1 acacia logs",  # a tag that no recipe crafts is an item
         "craft 1 book using 3 paper, 1 leather",
-        "craft 1 coal block using 9 coal",  # but no coal from the block
-        # but no nuggets from the ingot, which would close a cycle
+        "craft 1 coal block using 9 coal",  # no recipe makes coal from the block
+        # no recipe makes nuggets from the ingot, which would close a cycle
         "craft 1 iron ingot using 9 iron nugget",
         "craft 4 oak planks using 1 oak log",
         "craft 4 stick using 2 planks",
-        "craft 4 torch using 1 stick, 1 coal",  # of coal and charcoal the first
+        "craft 4 torch using 1 stick, 1 coal",  # coal comes before charcoal
     ]
     assert book.members == {"planks": frozenset({"acacia planks", "oak planks"})}
     assert book.raw == {"acacia logs", "paper", "leather", "coal", "iron nugget", "oak log"}

@@ -1,4 +1,4 @@
-"""The options of the environment, and what its manual and its figures say."""
+"""The options of the environment, its manual and its metrics."""
 
 import re
 from pathlib import Path

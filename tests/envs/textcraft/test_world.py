@@ -1,4 +1,4 @@
-"""Whole TextCraft episodes on the recipes that ship."""
+"""Whole TextCraft episodes on the included recipes."""
 
 import os
 import re
@@ -25,14 +25,14 @@ def world_of(**options):
 
 
 def play(world, *actions):
-    """The result of the last action."""
+    """Return the result of the last action."""
     for action in actions:
         result = world.step(action)
     return result
 
 
 def solve(world, max_turns=60):
-    """(turns, last result) of the expert."""
+    """Play the expert. Return (turns, last result)."""
     expert = world.expert()
     for turn in range(1, max_turns + 1):
         result = world.step(expert.next_action())
@@ -122,7 +122,7 @@ def test_a_kind_is_filled_by_any_of_its_members_even_mixed_and_by_nothing_else()
         "craft oak planks using 1 oak log",
         "craft birch planks using 1 birch log",
     )
-    # nobody can hold a kind
+    # a kind is not an item
     assert "not find enough" in world.step("craft 1 chest using 8 planks").observation
     assert "not find a valid recipe" in world.step("craft 1 chest using 8 bamboo").observation
     assert (
@@ -159,15 +159,15 @@ def test_two_kinds_in_one_recipe_are_told_apart():
     [
         ("get 3 oak log", "Got 3 oak log"),
         ("  GET 3 Minecraft:Oak_Log. ", "Got 3 oak log"),
-        ("get 1 oak planks", "Could not find oak planks"),  # craftable
-        ("get 1 planks", "Could not find planks"),  # a kind
+        ("get 1 oak planks", "Could not find oak planks"),  # an item that must be crafted
+        ("get 1 planks", "Could not find planks"),  # a kind of items
         ("get 1 unobtainium", "Could not find unobtainium"),
         ("get 0 oak log", "Could not execute get 0 oak log" + EXPECTED),
         ("get -1 oak log", "Could not execute get -1 oak log" + EXPECTED),
         (
             "get ٣ oak log",
             "Could not execute get ٣ oak log" + EXPECTED,
-        ),  # a digit, but of another script
+        ),  # a digit of another script
         ("get oak log", "Could not execute get oak log" + EXPECTED),
         ("", "Could not execute " + EXPECTED),
         ("inventory", "Inventory: You are not carrying anything."),
@@ -292,7 +292,7 @@ def test_distractors_use_what_the_tree_uses_and_never_help():
         drawn |= others
     assert len(drawn) > 50
     assert set(commands_of(world_of(goals=["lever"], distractors=0).reset(5))) == tree
-    # only so many recipes use wheat
+    # only three other recipes use wheat
     assert len(commands_of(world_of(goals=["bread"]).reset(0))) == 1 + 3
 
 
@@ -370,7 +370,7 @@ def test_an_episode_does_not_depend_on_other_sessions():
         assert used.reset(task_id) == expected[task_id]
         play(other, "get 1 stone", "inventory")
         assert used.step("inventory").observation == "Inventory: You are not carrying anything."
-    assert made.make().reset(3) != made.make().reset(3 + 547)  # the same goal among other commands
+    assert made.make().reset(3) != made.make().reset(3 + 547)  # the same goal with other commands
     assert (
         made.make().reset(3).partition("Goal")[2] == made.make().reset(3 + 547).partition("Goal")[2]
     )

@@ -1,4 +1,4 @@
-"""A small web site of odd pages, and an episode on it behind a real browser."""
+"""A small web site of unusual pages, and an episode on it in a real browser."""
 
 import contextlib
 import json
@@ -41,12 +41,12 @@ PAGES = {
 
 
 class Site:
-    """Pages by path: text, or (status, headers, text). `asked` holds the paths of all requests."""
+    """Pages by path: text, or (status, headers, text). `asked` lists the paths of all requests."""
 
     def __init__(self):
         self.pages = dict(PAGES)
         self.asked = []
-        self.release = threading.Event()  # what /hang waits for
+        self.release = threading.Event()  # ends the wait of /hang
         outer = self
 
         class Pages(Handler):
@@ -111,7 +111,7 @@ def task(task_id=0, start="__SHOPPING__/", intent="Find the price of the red mug
 
 @pytest.fixture(scope="module")
 def make_spec(site, tmp_path_factory):
-    """make_spec(tasks, **options) -> an environment on the odd site; all are stopped at the end."""
+    """make_spec(tasks, **options) -> an environment on the small site, stopped at the end."""
     made = []
 
     def make(*tasks, **options):
@@ -137,8 +137,8 @@ def spec(make_spec):
 
 @contextlib.contextmanager
 def opened(spec):
-    """An open episode on task 0.
-    `click(role, name)` acts on what is shown under this role and name.
+    """Yield an open episode on task 0.
+    `click(role, name)` clicks the element with this role and name.
     """
     simulator = spec.make()
     first = simulator.reset(0)
@@ -172,6 +172,6 @@ def episode(spec):
 
 @pytest.fixture(scope="module")
 def shared(spec):
-    """One episode for tests that leave it as they found it."""
+    """Yield one episode for tests that do not change it."""
     with opened(spec) as one:
         yield one

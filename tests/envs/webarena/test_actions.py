@@ -1,4 +1,4 @@
-"""The grammar: what is read, and what is refused with a reason."""
+"""The action grammar: valid actions, and rejected ones with their reason."""
 
 import pytest
 from hypothesis import given
@@ -81,7 +81,7 @@ def test_any_text_is_an_action_or_a_reason(reply):
         action = parse(reply)
     except NoAction:
         return
-    assert parse(f"```{action}```") == action  # what is printed reads the same again
+    assert parse(f"```{action}```") == action  # the printed form parses to the same action
 
 
 def test_a_reply_without_action_is_answered_with_every_form():

@@ -1,5 +1,5 @@
-"""What dies and what lives on: a page, the browser, its driver, the server.
-Nothing is left behind.
+"""Failures of a page, the browser, its driver or the server, and recovery.
+No process is left afterwards.
 """
 
 import asyncio
@@ -38,8 +38,8 @@ def chromium_of(spec):
 
 
 def left_of(folder):
-    """Processes that name the folder on their command line or in their environment, and those
-    these started.
+    """Return the processes whose command line or environment names the folder, and their
+    descendants.
     """
     found = set()
     for process in psutil.process_iter():
@@ -102,7 +102,7 @@ def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(spec, 
                 one.click("button", "go")
             assert time.monotonic() - began < 20
         assert "Second page" in other.click("link", "Second page")
-        # the hung one is closed
+        # the context of the hung page is closed
         assert len(other.simulator._sites.chromium._running.browser.contexts) == 1
 
 
@@ -150,7 +150,7 @@ def test_keys_that_never_arrive_are_refused_where_the_page_lives(spec, site, mon
 
 
 def test_typing_into_a_link_is_refused_as_soon_as_the_page_is_left(spec):
-    """The click opens the link; keys that follow it into the old page are never acknowledged."""
+    """The click opens the link; the old page never acknowledges the keys that follow."""
     with opened(spec) as one:
         for text in ("x" * 150, "y" * 500) * 4:
             began = time.monotonic()
@@ -183,7 +183,7 @@ def test_an_old_browser_is_replaced_when_nobody_uses_it(make_spec, monkeypatch):
     first = chromium._running.folder
     with opened(spec) as second:
         assert chromium._running.folder == first
-        with opened(spec) as third:  # it is old, but in use
+        with opened(spec) as third:  # the browser is old, but in use
             assert chromium._running.folder == first
             third.step("scroll [down]")
         second.step("scroll [down]")
@@ -255,7 +255,7 @@ def call(url, body):
 
 @pytest.fixture
 def short_path():
-    """Chromium's sockets stand no long one."""
+    """Yield a folder with a short path, because Chromium's sockets cannot have a long one."""
     with tempfile.TemporaryDirectory(prefix="wa") as folder:
         yield Path(folder)
 
@@ -292,7 +292,7 @@ def test_a_server_takes_its_browser_along_however_it_ends(short_path, site, end)
 def test_what_a_killed_browser_leaves_behind_is_ended_with_its_server(
     short_path, site, stand_still
 ):
-    """Stopped processes do not notice that their browser is gone."""
+    """Stopped processes do not notice that their browser has ended."""
     with served(short_path, site, tasks=[task(5)]) as (process, url):
         call(f"{url}/create", {"request_key": "k", "task_id": 5})
         (folder,) = [

@@ -1,4 +1,4 @@
-"""Finding a browser, and the switches that close it off."""
+"""Find a browser, and the switches that isolate it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The evaluators against WebArena's rules, worked out by hand."""
+"""The evaluators against WebArena's rules, computed by hand."""
 
 import time
 
@@ -11,7 +11,7 @@ from envs.webarena.tasks import Evaluation, Target, Task, parse_call
 
 
 class Browser:
-    """A page by hand: `pages` are HTML by URL, `scripts` values by script."""
+    """Fake browser: `pages` are HTML by URL, `scripts` are values by script."""
 
     def __init__(self, url="http://h/", pages=None, scripts=None):
         self.url, self.pages, self.scripts, self.opened = url, pages or {}, scripts or {}, []
@@ -31,7 +31,7 @@ class Browser:
 
 
 class Named:
-    """Helpers that say how they were called."""
+    """Helpers that return their name and arguments."""
 
     def call(self, name, arguments, page):
         return f"{name}({', '.join(arguments)})"
@@ -88,8 +88,8 @@ def test_exact_answers_are_compared_clean(reference, answer, expected):
         (["0"], "$0.00", 0),
         (["0"], "it is 0. so there", 0),
         (["0"], "it is 0.", 1),
-        (["0", "a"], "10 a", 1),  # two references: substrings again
-        (["65 |OR| 3"], "65", 0),  # not split here
+        (["0", "a"], "10 a", 1),  # with two references: substrings
+        (["65 |OR| 3"], "65", 0),  # exact match does not split at |OR|
         ([], "anything", 1),
     ],
 )
@@ -129,7 +129,7 @@ def test_tokens_split_signs_but_not_numbers():
         ("http://h/s?q=a", "http://h/s?q=b", 0),
         ("http://h/s?q=a", "http://h/s", 0),
         ("http://h/s?q=", "http://h/s", 1),  # blank values are ignored
-        # key p of the second one is asked for
+        # key p of the second URL is required
         ("http://h/s?q=a |OR| http://h/s?q=b&p=2", "http://h/s?q=b", 0),
         ("http://h/s?q=a |OR| http://h/s?q=b&p=2", "http://h/s?q=a&p=2", 1),
         ("http://h/x |OR| http://h/y", "http://h/y", 1),
@@ -152,7 +152,7 @@ def test_the_score_is_the_product_in_the_order_of_the_file():
     assert score(page=page, types=("url_match", "program_html"), **rules).score == 1
     assert page.opened == ["http://h/cart"]
     verdict = score(page=Browser(pages=pages), types=("program_html", "url_match"), **rules)
-    # the address of the other page still holds h/
+    # the other page's address still contains h/
     assert verdict.parts == {"program_html": [1.0, 1.0], "url_match": 1.0}
     left = Browser(pages=pages)
     assert (
@@ -169,10 +169,10 @@ def test_the_score_is_the_product_in_the_order_of_the_file():
 @pytest.mark.parametrize(
     ("value", "exact", "included", "expected"),
     [
-        (None, None, ("no",), 1),  # null is the text "None"
+        (None, None, ("no",), 1),  # null becomes the text "None"
         (True, "true", (), 1),
         (["a", "b"], "['a', 'b']", (), 1),
-        (ScriptFailed("boom"), "", (), 1),  # nothing, which equals nothing
+        (ScriptFailed("boom"), "", (), 1),  # a failed script gives the empty text
         (ScriptFailed("boom"), None, ("x",), 0),
         ("&lt;3", "<3", (), 1),
         ("B and C", None, ("a |OR| b", "c"), 1),
@@ -286,12 +286,12 @@ def test_a_task_that_cannot_be_done_is_passed_by_saying_so():
         ("It is in stock", "It is not in stock", False),
         ("yes", "yes", True),
         ("1:30 pm", "at 1:30 PM", True),
-        ("12", "²", False),  # signs that Python calls digits and cannot read
+        ("12", "²", False),  # digits by str.isdigit that `int` cannot read
         ("3", "3²", False),
         ("50 m²", "50 m²", True),
         ("12", "007 12", False),
         ("12", "٠١٢", True),
-        ("12", "1" * 5_000, False),  # more digits than `int` reads
+        ("12", "1" * 5_000, False),  # more digits than `int` accepts
         ("1" * 5_000, "0" * 5_000 + "1" * 5_000 + ".00", True),
         # a whole page is no answer
         ("Ann", "Ann " + " ".join(f"word{chr(97 + i)}" for i in range(26)), False),
@@ -358,4 +358,4 @@ def test_a_helper_that_finds_nothing_leaves_nothing_to_look_at():
 def test_no_answer_takes_an_evaluator_long(text):
     began = time.perf_counter()
     tokens(text)
-    assert time.perf_counter() - began < 2.0  # 0.01; what is quadratic takes a minute
+    assert time.perf_counter() - began < 2.0  # 0.01 s; a quadratic algorithm takes a minute

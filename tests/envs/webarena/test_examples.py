@@ -1,4 +1,4 @@
-"""The worked examples are what the embedded sites answer."""
+"""The embedded sites reproduce the worked examples."""
 
 import json
 from pathlib import Path

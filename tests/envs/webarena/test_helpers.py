@@ -1,4 +1,4 @@
-"""What a site's own API is asked for."""
+"""Requests that the helpers send to a site's API."""
 
 import json
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def test_a_real_shops_orders_and_reviews_are_asked_for_over_its_api(monkeypatch)
 
 @pytest.fixture
 def pointing_on(monkeypatch):
-    """(URL of a server that points on, the requests that reached where it points to)."""
+    """Yield (URL of a server that redirects, the requests that reached the redirect's target)."""
     reached = []
 
     class Target(Handler):

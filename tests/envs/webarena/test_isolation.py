@@ -1,6 +1,4 @@
-"""What the browser's processes are told and allowed: no secret of the trainer's, and a sandbox
-of their own.
-"""
+"""The browser's processes get none of the trainer's secrets and run in their sandbox."""
 
 import contextlib
 import os
@@ -17,8 +15,8 @@ from .conftest import opened
 
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.usefixtures("chromium")
-# what a session's renderers run under: a line of `switch` for the browser's, then one of "Seccomp"
-# for each
+# prints the restrictions of a session's renderers: a line of `switch` for the browser, then a
+# "Seccomp" line for each
 LOOK = """
 import psutil
 from pathlib import Path
@@ -38,12 +36,12 @@ finally:
     simulator.close()
     spec.close()
 """
-# none may be made inside this one
+# forbid new namespaces inside this one
 NO_NAMESPACES = "echo 0 > /proc/sys/user/max_user_namespaces && "
 
 
 def look_as_a_user(before="", **variables):
-    """LOOK's output as a user that is not root, whoever runs the tests."""
+    """Return LOOK's output for a user that is not root, also if root runs the tests."""
     if os.geteuid():
         as_user = []
     else:
@@ -101,7 +99,7 @@ def test_a_user_that_is_not_root_gets_the_sandbox():
     switch, *renderers = done.stdout.splitlines()
     assert switch == "with", done.stderr
     assert renderers
-    assert set(renderers) == {"Seccomp:\t2"}  # a filter of their own
+    assert set(renderers) == {"Seccomp:\t2"}  # the renderers have a seccomp filter
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can take namespaces away")

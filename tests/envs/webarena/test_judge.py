@@ -15,7 +15,7 @@ from tests.answering import Handler, http_server
 
 @contextmanager
 def answering(*replies):
-    """An endpoint that gives each request the next reply: a verdict's text, a status, or
+    """Serve an endpoint that gives each request the next reply: a verdict's text, a status, or
     seconds to wait.
     """
     left, asked = list(replies), []
@@ -88,7 +88,7 @@ def test_a_failure_is_tried_again_a_bounded_number_of_times():
     with answering(401) as (url, asked):
         with pytest.raises(JudgeFailed, match="401"):
             Endpoint(url, "m").same_answer("q", "r", "a")
-        assert len(asked) == 1  # asking again would not help
+        assert len(asked) == 1  # a retry would not help
 
 
 def test_a_judge_that_does_not_answer_is_given_up():

@@ -1,4 +1,4 @@
-"""Whoever ends the browser's session ends no other that got its number."""
+"""The keeper ends the browser's session and no other that reuses its number."""
 
 import subprocess
 import sys
@@ -24,11 +24,11 @@ def test_the_keeper_ends_a_session_of_the_browsers_own_and_no_other_that_got_its
     follower = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
         for process in (leader, follower):
-            process.stdout.readline()  # its child runs
+            process.stdout.readline()  # wait until its child runs
         (child,) = psutil.Process(leader.pid).children()
         browser = keeper.checked(leader.pid, folder)
         assert browser is not None
-        assert keeper.checked(follower.pid, folder) is None  # its session is ours
+        assert keeper.checked(follower.pid, folder) is None  # it runs in our session
         assert keeper.checked(leader.pid, "/another") is None
         assert sorted(keeper.left(folder, browser)) == sorted([leader.pid, follower.pid, child.pid])
         assert keeper.left("/another", (browser[0], browser[1] + 1)) == []

@@ -1,4 +1,4 @@
-"""What is shown of a real page, and that actions reach what was shown."""
+"""Observations of a real page, and actions on the elements they show."""
 
 import re
 
@@ -54,7 +54,7 @@ def test_ids_stay_while_the_document_lives_and_are_never_used_again(episode):
     assert {name: loaded[name] for name in first if name in loaded} == {
         name: first[name] for name in first if name in loaded
     }
-    assert loaded["StaticText 'arrived'"] > max(first.values())  # it was awaited, and it is new
+    assert loaded["StaticText 'arrived'"] > max(first.values())  # the step waited for this new text
     second = ids(episode.click("link", "Second page"))
     assert min(second.values()) > max(loaded.values())
     back = ids(episode.step("go_back"))
@@ -104,7 +104,7 @@ def test_new_tabs_are_listed_and_the_current_one_stays(episode):
     assert "Tab 0 (current): Mug shop | Tab 1: Popup" in shown
     shown = episode.step("tab_focus [1]")
     assert "Tab 0: Mug shop | Tab 1 (current): Popup" in shown
-    shown = episode.click("button", "Close me")  # it closes itself
+    shown = episode.click("button", "Close me")  # the page closes itself
     assert "Tab 0 (current): Mug shop\n" in shown
     assert "There is no tab 4" in episode.step("tab_focus [4]")
     assert "Tab 0: Mug shop | Tab 1 (current): \n" in episode.step("new_tab")

@@ -1,4 +1,4 @@
-"""What a page or an action must not reach, each tried in a real browser."""
+"""Resources that a page or an action must not reach, tried in a real browser."""
 
 import contextlib
 import time
@@ -12,7 +12,7 @@ from tests.answering import Handler, http_server
 
 @pytest.fixture(scope="module")
 def foreign():
-    """A host that is not among the sites; whoever reaches it is counted."""
+    """Yield a host outside the sites that records its requests."""
     reached = []
 
     class Foreign(Handler):
@@ -55,7 +55,7 @@ def body(text, title="Trap"):
     ],
 )
 def test_an_address_off_the_list_is_not_opened(shared, site, url):
-    # https to the site's own port is on the list; it fails because nothing there speaks it
+    # https to the site's port is allowed; it fails because the server does not speak it
     shared.step("goto [onestopmarket.com]")
     asked = len(site.asked)
     shown = shared.step(f"goto [{url.format(port=site.port)}]")
@@ -106,7 +106,7 @@ def test_a_page_cannot_lead_to_a_foreign_host(episode, site, foreign, how):
     assert reached == []
     assert "Foreign" not in shown
     assert "secret" not in shown
-    assert "URL: http://onestopmarket.com/" in shown  # the trap itself, or where it was before
+    assert "URL: http://onestopmarket.com/" in shown  # the trap itself, or the previous page
     if how not in ("refresh", "frame"):
         assert "cannot be visited; the tab is back where it was." in shown
 
@@ -241,7 +241,7 @@ def test_a_page_that_keeps_sending_itself_elsewhere_is_bounded(episode, site):
         "<p>words</p><script>setTimeout(() => location.reload(), 10)</script>"
     )
     began = time.monotonic()
-    with contextlib.suppress(BrowserLost):  # it may or may not be caught between two loads
+    with contextlib.suppress(BrowserLost):  # the browser may also be lost between two loads
         episode.step("goto [onestopmarket.com/trap]")
     assert time.monotonic() - began < 30
 
@@ -267,10 +267,10 @@ def test_text_of_a_page_stays_text(episode, site):
         "T|Tab 9: x",
     )
     shown = episode.step("goto [onestopmarket.com/trap]")
-    # as it stands; what shows it escapes it
+    # unescaped here; the viewer escapes it
     assert "<script>alert(1)</script> ``` {{7*7}}" in shown
     assert "\x1b" not in shown
-    assert "\u202e" not in shown  # as Python prints it
+    assert "\u202e" not in shown  # escaped as Python prints it
     media_type, picture = episode.simulator.render()
-    # a picture: nothing of the page is markup in a viewer
+    # a picture: the viewer gets no markup from the page
     assert (media_type, picture[:8]) == ("image/png", b"\x89PNG\r\n\x1a\n")

@@ -1,4 +1,4 @@
-"""tasks.json and gold.json: WebArena's own format, and answers that are true of the generated
+"""tasks.json and gold.json: WebArena's format, and answers that are true of the generated
 content.
 """
 
@@ -27,7 +27,7 @@ FIELDS = {
     "instantiation_dict",
 }
 FIELDS |= {"intent", "require_reset", "intent_template_id", "eval"}
-ON_THE_START_PAGE = {"How many reviews wait for approval?"}  # needs no action but the answer
+ON_THE_START_PAGE = {"How many reviews wait for approval?"}  # answered without an action
 WORLD = content(0).world()
 STORE, FORUM, HUB = WORLD.store, WORLD.forum, WORLD.hub
 LOCATOR = re.compile(
@@ -83,7 +83,7 @@ def test_every_address_is_on_one_of_the_sites():
 
 
 def test_every_kind_of_evaluation_occurs_on_both_sides_of_the_split():
-    """Eval tasks are those with task_id % 4 == 3."""
+    """The tasks for evaluation have task_id % 4 == 3."""
     for tasks in (
         [task for task in TASKS if task["task_id"] % 4 == 3],
         [task for task in TASKS if task["task_id"] % 4 != 3],
@@ -163,7 +163,7 @@ def test_every_task_has_a_gold_that_acts_and_stops():
         assert bool(actions[-1] != "stop []") == ("string_match" in task["eval"]["eval_types"])
 
 
-# ---- answers, worked out from the records
+# ---- answers, computed from the records
 
 
 def product(name):
@@ -176,7 +176,7 @@ def orders(name="Nora Whitfield"):
 
 
 def sold(year):
-    """The best selling product of a year's orders that were not canceled."""
+    """Count the products of a year's orders that were not canceled, best-selling first."""
     counted = Counter()
     for order in STORE.orders:
         if str(order.day.year) == year and order.status != "Canceled":
@@ -192,7 +192,7 @@ def sold(year):
 
 
 def only_first(ranked):
-    """The first of two pairs, if nobody else has its number."""
+    """Return the first of two pairs; assert that its count is unique."""
     assert ranked[0][1] > ranked[1][1]
     return ranked[0]
 
@@ -335,7 +335,7 @@ FACTS = {
     ids=lambda task: task["task_id"],
 )
 def test_the_answer_is_true_of_the_content(task):
-    """The gold's answer is the fact, and the references ask for it."""
+    """The gold answer is the fact, and the references contain it."""
     stop, references = GOLD[str(task["task_id"])][-1], task["eval"]["reference_answers"]
     if references == {"fuzzy_match": "N/A"}:
         assert stop == "stop [N/A]"

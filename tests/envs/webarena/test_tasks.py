@@ -1,4 +1,4 @@
-"""Task files: WebArena's own shape, and errors that name the task and the field."""
+"""Task files: WebArena's format, and errors that name the task and the field."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""The environment as it is served: embedded sites and tasks, many sessions, and hours of it."""
+"""The served environment: embedded sites and tasks, many sessions, and hours of use."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ FOLDER = Path(envs.webarena.__file__).parent
 GOLD = {
     int(task): actions for task, actions in json.loads((FOLDER / "gold.json").read_text()).items()
 }
-SHORT = (2, 12, 24, 35, 53, 74, 89)  # all sites, all evaluators
+SHORT = (2, 12, 24, 35, 53, 74, 89)  # cover all sites and all evaluators
 FEW = pytest.param(SHORT, id="few")
 ALL = pytest.param(tuple(GOLD), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
 
@@ -43,8 +43,8 @@ def spec():
 
 
 def play(spec, task, end=None, left_out=0):
-    """Follow the expert but for the last `left_out` actions, then say `end`.
-    Result: the last step.
+    """Follow the expert but for the last `left_out` actions, then send `end`.
+    Return the last result.
     """
     simulator = spec.make()
     try:
@@ -153,13 +153,13 @@ def test_sixteen_sessions_that_change_the_same_site_at_once_do_not_see_each_othe
 
 
 class Server:
-    """The processes of a served environment."""
+    """Processes of a served environment."""
 
     def __init__(self, pid):
         self._server = psutil.Process(pid)
 
     def chromium(self, kind):
-        """Processes of a kind: renderer, gpu-process, utility; "" the browser itself."""
+        """Return the processes of a kind: renderer, gpu-process, utility; "" is the browser."""
         return [p for p in self._server.children(recursive=True) if self._kind(p) == kind]
 
     @staticmethod
@@ -173,7 +173,7 @@ class Server:
         return next((word.partition("=")[2] for word in words if word.startswith("--type=")), "")
 
     def held(self):
-        """MiB of all processes, their number, open files of the server."""
+        """Return the MiB of all processes, their number, and the open files of the server."""
         processes = [self._server, *self._server.children(recursive=True)]
         total = 0.0
         for process in processes:
@@ -185,7 +185,7 @@ class Server:
 
 
 async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, ttl_s):
-    """Result: what is held after the first sessions and at the end; how the sessions ended."""
+    """Return the usage after the first sessions and at the end, and the sessions' outcomes."""
     ends, numbers, slots = Counter(), itertools.count(), asyncio.Semaphore(6)
     randomly = random.Random(0)
     async with EnvPool(endpoints, request_timeout_s=120) as pool:
@@ -213,7 +213,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
                 if found:
                     randomly.choice(found).kill()
 
-        first = max(6, num_sessions // 5)  # as many as play at once
+        first = max(6, num_sessions // 5)  # at least as many as play at once
         await asyncio.gather(*(visit() for _ in range(first)))
         await asyncio.sleep(1)
         plateau = server.held()
@@ -261,7 +261,7 @@ def test_what_sessions_took_is_given_back(
     lost = ends.total() - ends["played"]
     assert ends.total() == num_sessions + 6
     assert set(ends) <= {"played", "env_crashed", "session_gone"}
-    # a page's renderer costs one session, a browser those that are open
+    # a killed renderer costs one session, a killed browser all sessions in it
     assert lost <= 3 * num_crashes + 8 * num_kills
     assert end[0] <= 1.2 * plateau[0] + 60
     assert end[1] <= plateau[1] + 3

@@ -1,6 +1,4 @@
-"""Outcomes scored in a real browser, with the login files and helpers that WebArena's own sites
-need.
-"""
+"""Outcomes scored in a real browser, with login files and helpers that WebArena's sites need."""
 
 import dataclasses
 import json
@@ -121,7 +119,7 @@ SEE_SECOND = "goto [onestopmarket.com/second]"
         (0, [], 0),
         (1, [SEE_SECOND], 1),
         (1, [], 0),
-        (2, [SEE_SECOND], 1),  # the address is looked at before the other page is opened
+        (2, [SEE_SECOND], 1),  # the address is checked before the other page opens
         (2, [], 0),
         (3, [], 0),
         (4, [], 1),

@@ -1,8 +1,8 @@
 """Nodes for tests: `python tests/k8s/node NAME ... --kubeconfig FILE --folder FOLDER`.
 
-Each is a process of its own (`agent.py`) that ends with this one; kill one, and a node is lost.
-FOLDER/nodes.json says {"gateway": this machine's address for pods, "nodes": {name:
-process}}; they are Ready moments later. Ends on SIGTERM, or when its standard input is closed.
+Each node is a process (`agent.py`) that ends with this one; kill it to lose the node.
+FOLDER/nodes.json contains {"gateway": this machine's address for pods, "nodes": {name:
+process}}; soon after, the nodes are Ready. Ends on SIGTERM, or when its standard input is closed.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""A node for tests that plays the kubelet, one process for each.
+"""A node for tests that acts as the kubelet, one process per node.
 
-It registers a node and keeps it alive, takes the pods that the scheduler binds to it, runs their
-containers' real commands in namespaces of their own (`containers.py`), probes, restarts, drains and
-ends them as their specification says, and reports all of that; it answers for their logs.
-SIGTERM ends its pods and removes the node; when it is killed, its pods are gone with it: a lost
-node.
+It registers the node, renews its lease, takes the pods that the scheduler binds to it, and runs
+their containers' real commands in separate namespaces (`containers.py`). It probes, restarts,
+drains and ends them as their specification requires, reports their status, and serves their logs.
+On SIGTERM it ends its pods and removes the node; if it is killed, its pods die with it.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from pods import Pod, now
 logger = logging.getLogger("node")
 
 STOP_TIMEOUT_S = 15.0
-HEARTBEAT_S = 5.0  # the node controller calls a node lost after 40 s
+HEARTBEAT_S = 5.0  # the node controller declares a node lost after 40 s
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
 ROOM = {"cpu": "16", "memory": "64Gi", "pods": "110", "ephemeral-storage": "100Gi"}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a node is started with."""
+    """Settings of a node."""
 
     name: str
-    number: int  # from 1 to 250, in its pods' addresses
+    number: int  # from 1 to 250, part of its pods' addresses
     bridge: Bridge
     kubeconfig: Path
-    folder: Path  # logs and volumes
-    app: Path  # at /app of each container
+    folder: Path  # for logs and volumes
+    app: Path  # mounted at /app in every container
     labels: Object
     capacity: Object
-    backoff_s: float  # after a second crash, twice as long after each further one
-    absent_images: str  # an expression; they cannot be pulled
+    backoff_s: float  # after the second crash; doubles with every further crash
+    absent_images: str  # regular expression; matching images cannot be pulled
 
 
 class Node:
-    """One node and its pods."""
+    """Node and its pods."""
 
     def __init__(self, api: Api, settings: Settings) -> None:
         self.api, self.settings, self.name = api, settings, settings.name
@@ -61,12 +60,12 @@ class Node:
         self.room = ROOM | settings.capacity
         self.pods: dict[str, Pod] = {}  # by uid
         self.authority = ""
-        self.services: dict[tuple[str, str], str] = {}  # (namespace, name) -> an address
+        self.services: dict[tuple[str, str], str] = {}  # (namespace, name) -> address
         self._taken: set[int] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def free_address(self) -> str:
-        """One of 250; a pod's address is not given again while it lives."""
+        """Return one of 250 addresses. A pod's address is not reused while the pod lives."""
         used = {pod.address for pod in self.pods.values()}
         for last in [*(each for each in range(2, 252) if each not in self._taken), *range(2, 252)]:
             address = f"10.{self.bridge.block}.{self.settings.number}.{last}"
@@ -92,12 +91,12 @@ class Node:
         try:
             await self.api.call("POST", "/api/v1/nodes", body)
         except Refused as refused:
-            if refused.status != 409:  # it was here before
+            if refused.status != 409:  # the node exists already
                 raise
         self._status = {
             "capacity": self.room,
             "allocatable": self.room,
-            # where the API server asks for logs; a name would be looked up first
+            # the API server requests logs here; it would have to resolve a name
             "addresses": [{"type": "InternalIP", "address": "127.0.0.1"}],
             "daemonEndpoints": {"kubeletEndpoint": {"Port": log_port}},
             "nodeInfo": dict.fromkeys(
@@ -142,7 +141,7 @@ class Node:
             await asyncio.sleep(HEARTBEAT_S)
 
     async def take_pods(self) -> None:
-        """Whatever the scheduler binds here."""
+        """Run the pods that the scheduler binds to this node."""
         async for what, told in self.api.follow("/api/v1/pods", f"spec.nodeName={self.name}"):
             if what == "LISTED":
                 present = {each["metadata"]["uid"] for each in told}
@@ -161,7 +160,7 @@ class Node:
                     self._keep(self._remove(each))
 
     async def name_services(self) -> None:
-        """As the cluster's DNS: pods' hosts files follow Services."""
+        """Write Services into the pods' hosts files, in place of the cluster's DNS."""
         async for what, told in self.api.follow("/api/v1/endpoints", "metadata.name!=kubernetes"):
             if what == "LISTED":
                 self.services.clear()
@@ -198,11 +197,11 @@ class Node:
             await self._remove(pod.told)
 
     async def _remove(self, told: Object) -> None:
-        """The pod has ended here: its object may go."""
+        """Delete the object of a pod that has ended here."""
         meta = told["metadata"]
         body = {"gracePeriodSeconds": 0, "preconditions": {"uid": meta["uid"]}}
         path = f"/api/v1/namespaces/{meta['namespace']}/pods/{meta['name']}"
-        with contextlib.suppress(Refused):  # it is gone, or another pod has its name
+        with contextlib.suppress(Refused):  # already deleted, or another pod has its name
             await self.api.call("DELETE", path, body)
 
     async def leave(self) -> None:
@@ -215,7 +214,7 @@ class Node:
                 await self.api.call("DELETE", path)
 
     async def logs(self, request: web.Request) -> web.StreamResponse:
-        """As the kubelet answers `kubectl logs`: tailLines, previous, limitBytes, follow."""
+        """Serve `kubectl logs` as the kubelet does: tailLines, previous, limitBytes, follow."""
         names = request.match_info
         found = [
             pod.logs[names["container"]]
@@ -250,13 +249,13 @@ class Node:
         return answer
 
     def _kept(self, names) -> list[Path] | None:
-        """Logs of a pod that has ended; its object may still be there."""
+        """Return log files of an ended pod, whose object may still exist."""
         place = f"{names['namespace']}_{names['pod']}_*/{names['container']}.*.log"
         return sorted(self.folder.glob(place), key=lambda path: path.stat().st_mtime) or None
 
 
 async def forward(node: Node) -> None:
-    """Pods reach the API server at the address of this machine on their bridge."""
+    """Forward pods' connections to the API server, at the bridge's address of this machine."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
@@ -273,12 +272,12 @@ async def forward(node: Node) -> None:
             return
         await asyncio.gather(pump(reader, theirs[1]), pump(theirs[0], writer))
 
-    # each node has one; the kernel chooses among them
+    # every node listens; the kernel chooses one of them
     await asyncio.start_server(connect, node.bridge.gateway, node.api.port, reuse_port=True)
 
 
 async def serve_logs(node: Node) -> int:
-    """The port at which the API server asks for logs."""
+    """Serve logs. Return the port for the API server."""
     key, certificate = node.folder / "key.pem", node.folder / "certificate.pem"
     subject = ("-subj", "/CN=node", "-keyout", str(key), "-out", str(certificate))
     command = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject)
@@ -318,7 +317,7 @@ async def main(settings: Settings) -> None:
 
 
 def in_process(settings: Settings) -> None:
-    """One node, in a process of its own."""
+    """Run one node in this process."""
     logging.basicConfig(
         level=logging.INFO, format=f"%(asctime)s {settings.name} %(message)s", stream=sys.stderr
     )
@@ -327,7 +326,7 @@ def in_process(settings: Settings) -> None:
 
 
 def watch_owner() -> None:
-    """The process that started this one may be killed."""
+    """End this process if its parent process ends, also by a kill."""
     multiprocessing.parent_process().join()
     signal.raise_signal(signal.SIGTERM)
     time.sleep(STOP_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The API server as a node sees it: calls that outlast its bad moments, and watches."""
+"""API client of a node: calls with retries, and watches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ logger = logging.getLogger("node")
 
 Object = dict[str, Any]
 MERGE = "application/merge-patch+json"
-PATIENCE_S = 120.0  # a server that is away for a minute is waited for
+PATIENCE_S = 120.0  # outlasts a server that is down for a minute
 WATCH_S = 240
 RETRIED = (429, 500, 502, 503, 504)
 
 
 class Refused(Exception):
-    """The API server's answer, its status first."""
+    """Error response of the API server; the message starts with its status."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(f"{status}: {text[:300]}")
@@ -33,7 +33,7 @@ class Refused(Exception):
 
 
 class Api:
-    """Of the cluster that a kubeconfig with a token names."""
+    """API client for the cluster of a kubeconfig with a token."""
 
     def __init__(self, kubeconfig: Path) -> None:
         config = yaml.safe_load(kubeconfig.read_text())
@@ -63,7 +63,7 @@ class Api:
     async def call(
         self, method: str, path: str, body: Object | None = None, *, kind: str = "application/json"
     ) -> Object:
-        """Errors: Refused; TimeoutError where no answer came for PATIENCE_S."""
+        """Call the API. Errors: Refused; TimeoutError without a response for PATIENCE_S."""
         loop = asyncio.get_running_loop()
         deadline, pause = loop.time() + PATIENCE_S, 0.2
         while True:
@@ -87,8 +87,8 @@ class Api:
             pause = min(2 * pause, 5.0)
 
     async def follow(self, path: str, selector: str) -> AsyncIterator[tuple[str, Any]]:
-        """("LISTED", objects), then (type, object) of each event, and again from the list on
-        whenever the watch is lost.
+        """Yield ("LISTED", objects), then (type, object) of each event; list again whenever the
+        watch is lost.
         """
         while True:
             with contextlib.suppress(Refused, TimeoutError):
@@ -118,7 +118,7 @@ class Api:
                     yield json.loads(line)
 
     async def authority(self) -> str:
-        """The certificates the server shows, as PEM: what its clients in pods trust."""
+        """Return the server's certificate chain as PEM; clients in pods trust it."""
 
         def ask() -> str:
             import socket

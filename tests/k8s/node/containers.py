@@ -1,9 +1,9 @@
-"""Containers without a container runtime: real commands in Linux namespaces of their own.
+"""Containers without a container runtime: real commands in separate Linux namespaces.
 
-A pod has a network namespace with an address on a bridge of this machine; each of its containers
-has its own processes, mounts, /tmp, /run, /dev/shm and host name. The file system is this
-machine's, with the project at /app: that is the image of every container. `python` is the Python
-that runs this. User ids, capabilities and limits of memory are not enforced.
+A pod has a network namespace with an address on a bridge of this machine. Each of its containers
+has separate processes, mounts, /tmp, /run, /dev/shm and host name. The file system is this
+machine's, with the project at /app: every container has this image. `python` is the Python
+that runs this module. User ids, capabilities and memory limits are not enforced.
 Needs root, iproute2 and util-linux.
 """
 
@@ -21,19 +21,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = "agents"  # of bridges; the process id of their owner follows
+PREFIX = "agents"  # prefix of bridges' names, followed by their owner's process id
 POLL_S = 0.01
 START_TIMEOUT_S = 30.0
-# what is started dies with this process, however it dies
+# child processes die with this process, even if it is killed
 OWNED = ("setpriv", "--pdeathsig", "KILL")
 SPACES = ("--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child")
 PATH = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-IMAGE = {"PATH": PATH, "HOME": "/tmp", "PYTHONPATH": "/app"}  # the project that is installed
+IMAGE = {"PATH": PATH, "HOME": "/tmp", "PYTHONPATH": "/app"}  # import the project at /app
 
 
 def missing() -> str:
-    """Why namespaces cannot be had here; empty: they can."""
+    """Return the reason why namespaces are unavailable, or "" if they are available."""
     absent = [each for each in ("ip", "nsenter", "unshare", "setpriv") if not shutil.which(each)]
     if absent:
         return f"{', '.join(absent)} not found; install iproute2 and util-linux"
@@ -42,7 +42,7 @@ def missing() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """Where the pods of all nodes meet, and this machine meets them."""
+    """Network bridge between this machine and the pods of all nodes."""
 
     name: str
     block: int  # addresses are 10.block.NODE.POD; 10.block.0.1 is this machine
@@ -54,7 +54,7 @@ class Bridge:
 
 @contextlib.contextmanager
 def bridge() -> Iterator[Bridge]:
-    """A bridge for as long as it is needed. Those of owners that are gone are removed first."""
+    """Yield a new bridge; delete it at the end. First delete bridges of owners that have died."""
     links = subprocess.run(["ip", "-o", "link"], capture_output=True, text=True, check=True).stdout
     for name in {line.split(": ")[1] for line in links.splitlines()}:
         owner = name.removeprefix(PREFIX)
@@ -77,7 +77,7 @@ def bridge() -> Iterator[Bridge]:
 
 
 def _ip(*lines: str, inside: int | None = None) -> None:
-    """Commands of `ip`; inside: those of the network namespace of that process."""
+    """Run `ip` commands. inside: a process in whose network namespace they run."""
     words = ["nsenter", f"--net=/proc/{inside}/ns/net"] if inside else []
     subprocess.run(
         [*words, "ip", "-batch", "-"], input="\n".join(lines), text=True, check=True, timeout=30
@@ -85,7 +85,7 @@ def _ip(*lines: str, inside: int | None = None) -> None:
 
 
 async def open_network(name: str, address: str, bridge: Bridge) -> asyncio.subprocess.Process:
-    """A process that holds a network namespace with that address; the namespace ends with it."""
+    """Start a process that holds a network namespace with this address until it ends."""
     holder = await asyncio.create_subprocess_exec(
         *OWNED, "unshare", "--net", "sleep", "infinity", start_new_session=True
     )
@@ -110,14 +110,14 @@ async def open_network(name: str, address: str, bridge: Bridge) -> asyncio.subpr
 @dataclass(frozen=True, slots=True)
 class Mount:
     source: Path  # a folder or a file of this machine
-    path: str  # in the container
+    path: str  # path in the container
     read_only: bool = False
 
 
 def entering(root: Path, hostname: str, mounts: Sequence[Mount]) -> str:
-    """A shell script that makes the file system of a container and becomes its command.
+    """Return a shell script that makes a container's file system and then executes its command.
 
-    root: an empty folder. Its arguments: the working directory, then the command.
+    root: an empty folder. The script's arguments: the working directory, then the command.
     """
     at = shlex.quote(str(root))
     lines = [
@@ -140,7 +140,7 @@ def entering(root: Path, hostname: str, mounts: Sequence[Mount]) -> str:
 
 
 class Container:
-    """A command that runs in namespaces of its own."""
+    """Command that runs in separate namespaces."""
 
     def __init__(self, process: asyncio.subprocess.Process, env: Mapping[str, str]) -> None:
         self.process = process
@@ -156,7 +156,7 @@ class Container:
         network: int | None,
         workdir: str,
     ) -> Container:
-        """network: the process that holds the pod's namespace; None: this machine's network."""
+        """Start it. network: the process that has the pod's namespace; None: this machine's."""
         inside = ("nsenter", f"--net=/proc/{network}/ns/net") if network else ()
         words = [*OWNED, *inside, "unshare", *SPACES, "sh", "-c", script, "sh", workdir, *command]
         with log.open("ab") as output:
@@ -171,7 +171,7 @@ class Container:
         return cls(process, env)
 
     def _first(self) -> int | None:
-        """The container's process 1, as this machine counts it."""
+        """Return this machine's pid of the container's process 1."""
         pid = self.process.pid
         with contextlib.suppress(OSError):
             if children := Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -179,7 +179,7 @@ class Container:
         return None
 
     def signal(self, number: signal.Signals) -> None:
-        """To process 1; with SIGKILL all that it started ends, too."""
+        """Send a signal to process 1; SIGKILL also ends all its descendants."""
         with contextlib.suppress(ProcessLookupError):
             if (first := self._first()) is not None:
                 os.kill(first, number)
@@ -187,7 +187,7 @@ class Container:
                 self.process.send_signal(number)
 
     async def execute(self, command: Sequence[str], timeout_s: float) -> bool:
-        """Whether a command ends well inside, in time."""
+        """Run a command inside. Return True if it exits with 0 in time."""
         if (first := self._first()) is None:
             return False
         spaces = ("--net", "--mount", "--pid", "--uts", "--ipc", "--root")

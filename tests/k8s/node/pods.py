@@ -1,4 +1,4 @@
-"""A pod on the node of the tests: its containers from the first start to the last word."""
+"""A pod on a test node: its containers from the first start to the final status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from volumes import Unresolved, environment, expanded, mounts_of
 if TYPE_CHECKING:
     from agent import Node
 
-RETRY_S = 1.0  # of what a container lacks
+RETRY_S = 1.0  # retry while an object that a container needs is missing
 MAX_BACKOFF_S = 300.0
 DOMAINS = (".svc", ".svc.cluster.local")
 PROBES = {"initialDelaySeconds": 0, "periodSeconds": 10, "timeoutSeconds": 1} | {
@@ -35,7 +35,7 @@ def now() -> str:
 
 @dataclass
 class State:
-    """A container as its pod's status tells of it."""
+    """State of a container, as in its pod's status."""
 
     spec: Object
     state: Object
@@ -44,14 +44,14 @@ class State:
     started: bool = False
     restarts: int = 0
     container: Container | None = None
-    env: dict[str, str] = field(default_factory=dict)  # of its latest start
+    env: dict[str, str] = field(default_factory=dict)  # environment of its latest start
 
     def wait(self, reason: str, message: str = "") -> None:
         self.state = {"waiting": {"reason": reason, "message": message}}
 
     @property
     def code(self) -> int | None:
-        """Exit code of a container that has ended."""
+        """Return the exit code of an ended container."""
         return self.state["terminated"]["exitCode"] if "terminated" in self.state else None
 
     def status(self) -> Object:
@@ -68,7 +68,7 @@ class State:
 
 
 class Pod:
-    """Runs until its containers have ended for good, or until it is deleted."""
+    """Pod that runs until its containers have ended for good, or until it is deleted."""
 
     def __init__(self, node: Node, told: Object) -> None:
         self.node, self.told, self.spec = node, told, told["spec"]
@@ -76,14 +76,14 @@ class Pod:
         self.uid, self.namespace, self.name = meta["uid"], meta["namespace"], meta["name"]
         self.folder = node.folder / f"{self.namespace}_{self.name}_{self.uid}"
         self.address = ""
-        self.vanished = False  # its object is gone
+        self.vanished = False  # its object has been deleted
         self.grace_s = 0.0
         self.logs: dict[str, list[Path]] = {}
         self.writing: set[Path] = set()
         self._network: asyncio.subprocess.Process | None = None
         self._leaving = asyncio.Event()
         self._changed = asyncio.Event()
-        self._since: dict[str, tuple[str, str]] = {}  # condition -> status, since when
+        self._since: dict[str, tuple[str, str]] = {}  # condition -> (status, since when)
         self._sent: Object | None = None
         self._start_time = told["status"].get("startTime", now())
         before = {
@@ -112,11 +112,11 @@ class Pod:
             self._leaving.set()
         ready = [c for c in told["status"].get("conditions", ()) if c["type"] == "Ready"]
         if self._sent and ready and ready[0]["status"] != self._since["Ready"][0]:
-            self._sent = None  # the node was thought lost, and somebody said so here
+            self._sent = None  # the node controller overwrote the status while the node seemed lost
             self._changed.set()
 
     def vanish(self) -> None:
-        """Nothing is waited for."""
+        """End the pod at once, without a grace period."""
         self.vanished, self.grace_s = True, 0.0
         self._leaving.set()
 
@@ -146,7 +146,7 @@ class Pod:
         return self.folder / "hosts"
 
     def write_hosts(self) -> None:
-        """In place: it is mounted. The second line is the pod's own."""
+        """Write the hosts file in place, because it is mounted. The pod's address is on line 2."""
         if not self.address:
             return
         gateway = f"{self.node.bridge.gateway} kubernetes.default.svc"
@@ -159,7 +159,7 @@ class Pod:
         self.hosts.write_text("\n".join([*lines, ""]))
 
     async def end(self) -> None:
-        """Whatever still runs is killed; the address is free again."""
+        """Kill the remaining containers, and free the address."""
         for each in (*self._first, *self._apps):
             if each.container:
                 each.container.signal(signal.SIGKILL)
@@ -173,13 +173,13 @@ class Pod:
     async def _play(self) -> None:
         for each in self._first:
             if await self._keep_running(each, once=True) != 0:
-                return  # of restartPolicy Never, or the pod leaves
+                return  # a failed container with restartPolicy Never, or the pod is ending
         async with asyncio.TaskGroup() as group:
             for each in self._apps:
                 group.create_task(self._keep_running(each, once=False))
 
     async def _keep_running(self, state: State, *, once: bool) -> int | None:
-        """Until it need not be started again. once: it shall end well, and then not be."""
+        """Run and restart a container. once: an init container, which must succeed once."""
         policy, crashes = self.spec.get("restartPolicy", "Always"), 0
         while not self._leaving.is_set():
             state.restarts += 1
@@ -211,13 +211,13 @@ class Pod:
             await asyncio.wait_for(self._leaving.wait(), seconds)
 
     async def _run(self, state: State) -> int:
-        """One life of a container. Result: its exit code."""
+        """Run a container once. Return its exit code."""
         spec = state.spec
         if re.search(self.node.settings.absent_images, spec["image"]):
             raise Unresolved("ImagePullBackOff", f'Back-off pulling image "{spec["image"]}"')
         state.env = env = await environment(self, spec)
         command = [expanded(each, env) for key in ("command", "args") for each in spec.get(key, ())]
-        if not command:  # `args` alone are the whole command of an image without an entry point
+        if not command:  # `args` alone are a whole command if the image has no entry point
             raise Unresolved("CreateContainerError", "an image's own command is not known here")
         name = spec["name"]
         root = self.folder / f"{name}.root"
@@ -245,7 +245,7 @@ class Pod:
         return code
 
     async def _stop(self, state: State, grace_s: Callable[[], float]) -> None:
-        """Its preStop hook, SIGTERM, and SIGKILL once its time is over; that may be shortened."""
+        """Run preStop, send SIGTERM, and send SIGKILL after the grace period (may shrink)."""
         container, loop = state.container, asyncio.get_running_loop()
         began, ended = loop.time(), asyncio.create_task(container.process.wait())
         hook = state.spec.get("lifecycle", {}).get("preStop")
@@ -260,7 +260,7 @@ class Pod:
     # --- probes ----------------------------------------------------------------------------------
 
     async def _probe_all(self, state: State) -> None:
-        """Startup first; then readiness and liveness until the container ends."""
+        """Probe startup first, then readiness and liveness until the container ends."""
         spec = state.spec
 
         def fate(kind: str) -> Coroutine[Any, Any, None]:
@@ -302,7 +302,7 @@ class Pod:
         return float(self.spec.get("terminationGracePeriodSeconds", 30))
 
     async def _ask(self, state: State, probe: Object, timeout_s: float) -> bool:
-        """exec, httpGet or tcpSocket, of a probe or a hook."""
+        """Execute a probe or a hook: exec, httpGet or tcpSocket. Return True on success."""
         if "exec" in probe:
             command = [expanded(each, state.env) for each in probe["exec"]["command"]]
             return await state.container.execute(command, timeout_s)
@@ -349,7 +349,7 @@ class Pod:
         try:
             await self.node.api.call("PATCH", path, body, kind=MERGE)
         except Refused as refused:
-            if refused.status not in (404, 409):  # it is gone, or another pod has its name
+            if refused.status not in (404, 409):  # already deleted, or another pod has its name
                 raise
         self._sent = status
 

@@ -1,5 +1,5 @@
-"""What a container of the tests' nodes is given: environment variables and files, as its pod's
-specification names them.
+"""Environment variables and files of a container on the test nodes, as its pod's specification
+defines them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNITS = {"m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi"
 
 
 class Unresolved(Exception):
-    """A container cannot be made yet; its reason as in a status."""
+    """The container cannot be made yet; `reason` is the one in the pod's status."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -29,7 +29,7 @@ class Unresolved(Exception):
 
 
 def expanded(text: str, env: dict[str, str]) -> str:
-    """$(NAME) is the variable's value, where there is one; $$ is $."""
+    """Replace $(NAME) by the variable's value, if there is one, and $$ by $."""
 
     def value(found: re.Match[str]) -> str:
         return env.get(found[1], found[0]) if found[1] else "$"
@@ -38,7 +38,7 @@ def expanded(text: str, env: dict[str, str]) -> str:
 
 
 async def environment(pod: Pod, spec: Object) -> dict[str, str]:
-    """Errors: Unresolved for a secret, a map or a key that is not there."""
+    """Return the container's variables. Errors: Unresolved if a secret, map or key is missing."""
     env = {
         "KUBERNETES_SERVICE_HOST": "kubernetes.default.svc",
         "KUBERNETES_SERVICE_PORT": str(pod.node.api.port),
@@ -93,7 +93,7 @@ def _field(pod: Pod, path: str) -> str:
 
 
 def _resource(pod: Pod, spec: Object, reference: Object) -> str:
-    """A limit, else what the node has, in units of the divisor, rounded up."""
+    """Return a limit, by default the node's capacity, in units of the divisor, rounded up."""
     which, _, name = reference["resource"].partition(".")
     found = spec.get("resources", {}).get(which, {}).get(name, pod.node.room[name])
     divisor = reference.get("divisor", "1")
@@ -106,7 +106,7 @@ def _quantity(text: str) -> float:
 
 
 async def _data(pod: Pod, kind: str, name: str, optional: bool) -> dict[str, bytes]:
-    """Of a secret or a config map."""
+    """Return the data of a secret or a config map."""
     path = f"/api/v1/namespaces/{pod.namespace}/{kind.lower()}s/{name}"
     try:
         told = await pod.node.api.call("GET", path)
@@ -127,7 +127,7 @@ async def _data(pod: Pod, kind: str, name: str, optional: bool) -> dict[str, byt
 
 
 async def mounts_of(pod: Pod, spec: Object) -> list[Mount]:
-    """Errors: Unresolved for what a volume names and is not there."""
+    """Return the container's mounts. Errors: Unresolved if a volume's object is missing."""
     pod.write_hosts()
     mounts = [Mount(pod.node.settings.app, "/app"), Mount(pod.hosts, "/etc/hosts")]
     volumes = {each["name"]: each for each in pod.spec.get("volumes", ())}
@@ -135,7 +135,7 @@ async def mounts_of(pod: Pod, spec: Object) -> list[Mount]:
         source = await _volume(pod, volumes[mount["name"]]) / mount.get("subPath", "")
         if not source.exists():
             source.mkdir(parents=True)
-        path = mount["mountPath"].replace("/var/run/", "/run/")  # a link out of the container
+        path = mount["mountPath"].replace("/var/run/", "/run/")  # leaves the container
         mounts.append(Mount(source, path, mount.get("readOnly", False)))
     return mounts
 
@@ -179,7 +179,7 @@ async def _files(pod: Pod, source: Object) -> dict[str, bytes]:
 
 
 async def _claimed(pod: Pod, name: str) -> Path:
-    """The folder behind a claim, of a volume with hostPath or local."""
+    """Return the folder of a claim whose volume has hostPath or local."""
     claims = f"/api/v1/namespaces/{pod.namespace}/persistentvolumeclaims"
     claim = await pod.node.api.call("GET", f"{claims}/{name}")
     if not (bound := claim["spec"].get("volumeName")):

@@ -1,4 +1,4 @@
-"""What the generator wrote is what is there."""
+"""The generator's output equals the committed files."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def told():
 def test_the_generator_reproduces_the_files_byte_for_byte():
     for name, content in generate.build().items():
         stored = (generate.CORPUS / name).read_bytes()
-        assert stored[4:8] == b"\0\0\0\0"  # no time stamp
+        assert stored[4:8] == b"\0\0\0\0"  # no timestamp
         assert gzip.decompress(stored) == content, (
             f"{name} is not what the generator writes: python -m tools.searchqa_corpus.generate"
         )
@@ -39,7 +39,7 @@ def test_there_are_enough_passages_and_they_are_small():
 
 
 def test_most_names_have_a_near_twin(told):
-    """A search for one name has others to tell apart from it."""
+    """A search for one name also finds similar names."""
     first_words, last_words = [], []
     for title in told:
         first_words.append(title.split()[0])

@@ -1,4 +1,4 @@
-"""The invented world is consistent, and its two halves do not meet."""
+"""The invented world is consistent, and its two halves are disjoint."""
 
 from tools.searchqa_corpus.lore import World
 
