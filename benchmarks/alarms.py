@@ -50,14 +50,14 @@ def main() -> int:
 
 
 def rows(history: Iterable[Point]) -> dict[str, list[float | None]]:
-    """Metrics that the alarms read, in 5 digits, a value per step; None if not measured."""
+    """Return the alarms' metrics in 5 digits, one value per step; None if not measured."""
     steps = [{m: float(f"{v:.5g}") for m, v in point.metrics.items()} for point in history]
     series = {name: [step.get(name) for step in steps] for name in METRICS}
     return {name: row for name, row in series.items() if any(value is not None for value in row)}
 
 
 def points(row: Mapping[str, Sequence[float | None]]) -> list[Point]:
-    """Points of a row; the inverse of `rows`, with steps from 1."""
+    """Return the points of a row, with steps from 1: the inverse of `rows`."""
     by_step = [dict(zip(row, values, strict=True)) for values in zip(*row.values(), strict=True)]
     return [
         Point(step, 0, {name: value for name, value in metrics.items() if value is not None})
@@ -66,7 +66,7 @@ def points(row: Mapping[str, Sequence[float | None]]) -> list[Point]:
 
 
 def alarms_of(history: Sequence[Point]) -> set[str]:
-    """Names of the alarms that a run with these points raises by default."""
+    """Return the names of the alarms that these points raise with default limits."""
     return {
         alarm.name
         for end in range(1, len(history) + 1)
@@ -75,7 +75,7 @@ def alarms_of(history: Sequence[Point]) -> set[str]:
 
 
 def worst(history: Sequence[Point]) -> dict[str, float]:
-    """Value of each measurable alarm that is nearest to its limit, or farthest beyond it."""
+    """Return each measurable alarm's value that is nearest to its limit, or farthest beyond it."""
     worst_values = {}
     for name, rule in RULES.items():
         values = [measured(rule, history[:end])[1] for end in range(1, len(history) + 1)]
@@ -86,7 +86,7 @@ def worst(history: Sequence[Point]) -> dict[str, float]:
 
 
 def text_of(result: Mapping[str, Any]) -> str:
-    """JSON with a line per row of numbers."""
+    """Format as JSON with one line per row of numbers."""
     runs = ",\n".join(
         f'  "{name}": {{\n'
         + ",\n".join(f'   "{metric}": {json.dumps(row)}' for metric, row in metrics.items())

@@ -108,7 +108,7 @@ class Load:
 async def measure(
     env: str, endpoint: Endpoint, count: int, seconds: float
 ) -> tuple[dict[str, Any], list[str]]:
-    """Result: (row of a number of sessions, errors)."""
+    """Return (row for this number of sessions, errors)."""
     load = Load(env, endpoint)
     processes = processes_at(int(str(endpoint).rpartition(":")[2]))
     sessions = [
@@ -136,7 +136,7 @@ async def measure(
 
 
 def climb(env: str, seconds: float, most_mib: float) -> tuple[list[dict[str, Any]], str]:
-    """Rows of growing numbers of sessions, and the reason if the server reached its limit."""
+    """Return (rows for growing numbers of sessions, the reason if the server reached its limit)."""
     counts, rows = COUNTS[env], []
     settings = {"options": OPTIONS.get(env, {}), "max_sessions": max(counts)}
     with env_server(env, expert=env not in ACTIONS, **settings) as endpoint:

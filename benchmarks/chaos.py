@@ -75,7 +75,7 @@ CHECKED = (
 
 
 def set_up(project: Project, setting: Setting) -> None:
-    """Begin with nothing, or with a copy of a successful preparation, made at its first use."""
+    """Start with an empty state, or with a copy of a successful preparation, made once."""
     prepared = project.folder.parent / "prepared"
     project.clear()
     if setting.prepared and not prepared.exists():
@@ -276,7 +276,7 @@ def instead(
 
 @dataclass
 class Campaign:
-    """All trials of a call, shared by the lanes that run them, each in its own project."""
+    """Trials of a call, shared by the lanes that run them, one project per lane."""
 
     kinds: Sequence[Kind]
     wanted: dict[str, int]  # kind -> faults that must hit
@@ -291,7 +291,7 @@ class Campaign:
     stopped: bool = False
 
     def next(self) -> tuple[Kind, int] | None:
-        """Return (kind, number of the trial) once one may begin; None when all are done.
+        """Return (kind, number of the trial) when a trial can start; None when all are done.
         Not every fault hits its victim: up to TRIES trials for each.
         """
         with self.lock:
@@ -317,7 +317,7 @@ class Campaign:
             return None
 
     def disturb(self, kind: Kind, other: Kind) -> bool:
-        """Ray clusters share a machine's memory, and a setting is observed only once."""
+        """Return True if both use Ray (memory), or one setting that is not observed yet."""
         return (kind.setting.is_ray and other.setting.is_ray) or (
             kind.setting == other.setting and kind.setting not in self.references
         )
@@ -363,7 +363,7 @@ class Campaign:
                 shutil.copy(log, folder)
 
     def stop(self, lanes: Sequence[Project]) -> None:
-        """Stop all lanes: none begins another trial, and running processes are killed."""
+        """Stop all lanes: no lane starts another trial, and running processes are killed."""
         with self.lock:
             self.stopped = True
             self.lock.notify_all()

@@ -101,7 +101,7 @@ def no_cluster() -> str:
 
 
 def servers(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Environment servers of the pods, once a step uses them."""
+    """Return the pods' environment servers once a step uses them."""
     if process.poll() is not None or project.phase().startswith(BEFORE):
         return []
     return list(project.server.servers())
@@ -116,7 +116,7 @@ def while_it_plays(project: Project, process: subprocess.Popen[bytes]) -> list[p
 
 
 def while_it_comes_up(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The flow, from its first pod until a step begins."""
+    """Return the flow's process from its first pod until a step starts."""
     if project.phase() != BEFORE[0] or not project.server.servers():
         return []
     return the_command(project, process)
@@ -149,7 +149,7 @@ def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def be_away(scene: Scene, _: list[psutil.Process]) -> None:
-    """Stop the API server for a minute: neither the flow nor nodes and controllers get answers."""
+    """Stop the API server for a minute, also for the nodes and controllers."""
     pid = read(scene.project.server.folder / "control-plane/apiserver.pid")
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -196,7 +196,7 @@ ON_KUBERAY = ("compute=kuberay", "kuberay.mode=HTTPMode", "deterministic=true")
 
 @contextlib.contextmanager
 def differing(project: Project) -> Iterator[None]:
-    """Replace the project's parameter file by one for pods, with TINY over it."""
+    """Replace the project's parameter file by one for pods, combined with TINY."""
     path = project.folder / "params.yaml"
     before = path.read_text(encoding="utf-8")
     params = yaml.safe_load(before)

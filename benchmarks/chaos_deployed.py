@@ -60,7 +60,7 @@ class Cluster:
         )
 
     def add_nodes(self, *names: str, app: Path = ROOT) -> None:
-        """Start nodes and wait until they are ready. app: what their containers have at /app."""
+        """Start nodes and wait until they are ready. app: mounted at /app in containers."""
         node_folder = self.folder / f"nodes-{len(self.programs)}"
         command = [sys.executable, str(ROOT / "tests/k8s/node"), *names, "--app", str(app)]
         command += ["--kubeconfig", str(self.kubeconfig), "--folder", str(node_folder)]
@@ -98,7 +98,7 @@ class Cluster:
         return alive
 
     def containers(self, *command: str) -> list[psutil.Process]:
-        """First processes of pods' containers whose command begins with these words."""
+        """Return the first processes of pods' containers whose command begins with these words."""
         matches = []
         for node in self.nodes().values():
             with contextlib.suppress(psutil.Error):
@@ -137,7 +137,7 @@ def control_plane() -> Iterator[Cluster]:
 
 @dataclass
 class Deployed:
-    """An installation. Its namespaces are `namespace`, `namespace`-flows and `namespace`-fleets."""
+    """Installation whose namespaces are `namespace`, `namespace`-flows and `namespace`-fleets."""
 
     kubectl: Callable[..., str]
     namespace: str
@@ -165,7 +165,7 @@ class Deployed:
         return dict(zip(names, (USER, self.password), strict=True))
 
     def objects(self) -> list[Any]:
-        """All objects of the overlay `test` except environments, with volumes and Secrets."""
+        """Return the overlay `test` without environments, with volumes and Secrets."""
         manifests = [
             manifest
             for manifest in rendered("test", installation=self.namespace, manifests=ROOT / "k8s")
@@ -216,7 +216,7 @@ class Deployed:
             time.sleep(POLL_S)
 
     def not_ready(self) -> list[str]:
-        """Names of the services' Deployments that are not ready."""
+        """Return the names of the services' Deployments that are not ready."""
         return [
             deployment["metadata"]["name"]
             for deployment in self.get("deployments", "app.kubernetes.io/component=services")
@@ -243,7 +243,7 @@ class Deployed:
 
 
 def secret_of(name: str, values: Mapping[str, str], namespace: str = "") -> Any:
-    """Return a Secret. namespace: empty for that of the client that creates it."""
+    """Return a Secret. namespace: "" for the namespace of the client that creates it."""
     data = {key: base64.b64encode(value.encode()).decode() for key, value in values.items()}
     meta = {"name": name, **({"namespace": namespace} if namespace else {})}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "data": data}

@@ -50,7 +50,7 @@ COLLECT += ("--set", "store.gc_keep_runs=0")
 
 @dataclass
 class Scene:
-    """A project in which a command runs, as a fault sees it."""
+    """Project in which a command runs, as passed to a fault."""
 
     project: Project
     setting: Setting
@@ -66,7 +66,7 @@ Strike = Callable[[Scene, list[psutil.Process]], None]
 
 
 def send(number: signal.Signals) -> Strike:
-    """Return a fault that sends a signal to all victims. It is no hit if all of them were gone."""
+    """Return a fault that sends a signal to all victims. It counts as a miss if all have ended."""
 
     def strike(scene: Scene, victims: list[psutil.Process]) -> None:
         num_sent = 0
@@ -84,7 +84,7 @@ KILL = send(signal.SIGKILL)
 
 @dataclass(frozen=True)
 class Setting:
-    """The command, its initial state and the servers around it."""
+    """Command, its initial state and the servers around it."""
 
     command: tuple[str, ...]
     prepared: bool = False  # start from a finished preparation; else from an empty state
@@ -144,7 +144,7 @@ def kill_one(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def together(first: str, second: str) -> Victims:
-    """Return a rule for victims: the processes that match either pattern, while both have some."""
+    """Return a rule for victims: processes that match either pattern, while both have matches."""
 
     def victims(project: Project, _: subprocess.Popen[bytes]) -> list[psutil.Process]:
         both = project.processes(first), project.processes(second)
@@ -173,7 +173,7 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
 
 
 def collect_beside(scene: Scene, _: list[psutil.Process]) -> None:
-    """Collect garbage during the flow, which must protect what it still needs."""
+    """Collect garbage during the flow; the collection must keep all files that the flow needs."""
     report = json.loads(scene.project.must(*COLLECT, "--json"))
     scene.trial.notes.append(f"{report['collected']} of {report['steps']} steps were collected")
 
@@ -208,7 +208,7 @@ def writing(folder: str, pattern: str) -> Victims:
 
 
 def num_commits(project: Project) -> int:
-    """Number of stage 1's commits, in whichever store it uses."""
+    """Return the number of stage 1's commits in its store."""
     if isinstance(project.server, S3Server):
         return len(project.server.commits())
     return len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
@@ -225,8 +225,8 @@ def kill_after_two(scene: Scene, victims: list[psutil.Process]) -> None:
 
 
 def chosen_file(scene: Scene, commit: bytes, fate: str) -> str:
-    """Choose a file of weights or optimizer from a commit, note its fate and return its digest.
-    No hit and "" if the commit ends its step: a finished step is not recomputed.
+    """Choose a file of weights or optimizer from a commit, record its fate and return its digest.
+    Return "" (a miss) if the commit ends its step: a finished step is not recomputed.
     """
     newest = decode_commit(commit)[-1]
     if newest.done:
@@ -303,7 +303,7 @@ def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
 
 
 def second_node(project: Project, process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Processes of the second node, while it has work."""
+    """Return the processes of the second node while it has work."""
     node = project.server.second_node() if process.poll() is None else []
     with contextlib.suppress(psutil.NoSuchProcess):
         if any("ray::" in " ".join(child.cmdline()) for child in node[1:]):

@@ -120,7 +120,7 @@ class Project:
 
     @contextlib.contextmanager
     def knows(self, server: Any, variables: Mapping[str, str]) -> Iterator[None]:
-        """Make a server known to the faults, and set the variables of the project's commands."""
+        """Register a server for the faults, and set the variables of the project's commands."""
         self.server = server
         self.environment |= variables
         try:
@@ -203,14 +203,14 @@ class Project:
         return tuple(steps), tuple(items)
 
     def clear(self) -> None:
-        """Forget every run. The state folder itself stays: it may be a mount point."""
+        """Delete all runs. The state folder itself stays: it may be a mount point."""
         self.ports.clear()
         self.state.mkdir(exist_ok=True)
         for entry in [*self.state.iterdir(), *self.scratch.iterdir()]:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def end(self) -> None:
-        """Kill all remaining processes, and those that they may just have started."""
+        """Kill all remaining processes, and those that they may have just started."""
         deadline = time.monotonic() + GONE_WITHIN_S
         while (left := self.processes()) and time.monotonic() < deadline:
             for process in left:
@@ -219,7 +219,7 @@ class Project:
             time.sleep(POLL_S)
 
     def close(self) -> None:
-        """Close the project at the end of this program: no further process starts here."""
+        """Close the project at the end of this program: no further process starts in it."""
         self.closed = True
         self.end()
 
@@ -344,7 +344,7 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def repeated_points(database: Path) -> list[str]:
-    """Descriptions of (metric, step) pairs that one MLflow run contains more than once."""
+    """Return descriptions of (metric, step) pairs that one MLflow run contains more than once."""
     query = (
         "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having"
         " count(*) > 1"
@@ -381,7 +381,7 @@ def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
 
 
 def leftovers(state: Path) -> list[str]:
-    """Temporary files in the state, except those that the step's next commit removes."""
+    """Return temporary files in the state, except those that the step's next commit removes."""
     paths = [
         path
         for path in state.rglob(".tmp-*")

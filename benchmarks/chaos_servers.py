@@ -117,14 +117,14 @@ class S3Server:
     client: Any
 
     def commits(self) -> list[str]:
-        """Keys of stage 1's commits, in order."""
+        """Return the keys of stage 1's commits, in order."""
         listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
         return sorted(
             row["Key"] for row in listed.get("Contents", ()) if "/manifests/" in row["Key"]
         )
 
     def newest(self) -> tuple[str, bytes]:
-        """Key and content of the newest commit's file."""
+        """Return the key and content of the newest commit's file."""
         key = self.commits()[-1]
         return key, self.client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
 
@@ -173,7 +173,7 @@ class RayCluster:
     process: subprocess.Popen[bytes]
 
     def facts(self) -> dict[str, Any]:
-        """Address, dashboard, and the process of the second node."""
+        """Return the cluster's address, dashboard, and the process of the second node."""
         path, log = self.folder / "facts.json", self.project.scratch / "ray.log"
         wait_for(path.exists, START_TIMEOUT_S, "no Ray cluster", self.process, log)
         return read(path)

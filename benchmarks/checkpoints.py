@@ -43,7 +43,7 @@ from agentgym.store.runstore import StorePlace, folder_name
 
 
 def shape_of(width: int, mlp: int, heads: int, kv: int, layers: int, vocab: int) -> dict[str, Any]:
-    """Return the sizes of a Qwen2 model; the larger vocabulary has a head of its own."""
+    """Return the sizes of a Qwen2 model; with the larger vocabulary its head is not tied."""
     return {
         "hidden_size": width,
         "intermediate_size": mlp,
@@ -198,7 +198,7 @@ def ranks(
     blobs: dict[str, Any],
     program: Path = Path(__file__),
 ) -> list[dict[str, Any]]:
-    """Run the processes; return each one's measurements of a step from these weights, or of a
+    """Run the processes; return their measurements of a step from these weights, or of a
     resume from `blobs` if there are any.
     program: the script that accepts `--rank FOLDER RANK SIZE`.
     """
@@ -230,7 +230,7 @@ def ranks(
 def asked_of(
     folder: Path, rank: int, size: int
 ) -> tuple[dict[str, Any], StorePlace, LearnerPlan, ProcessGroup]:
-    """Read the request of `ranks`. Result: (request, store, learner plan, process group)."""
+    """Read the request of `ranks`. Return (request, store, learner plan, process group)."""
     request = read(folder / "asked.json")
     nothing: dict[str, Any] = {name: {} for name in ("parents", "config", "state", "results")}
     blobs = {name: Blob(**blob) for name, blob in request["blobs"].items()}
@@ -282,7 +282,7 @@ def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
 
 
 def batch() -> Batch:
-    """Two short sequences: the step is only needed to create the optimizer's state."""
+    """Return two short sequences: the step is only needed to create the optimizer's state."""
     starts = torch.tensor([0, 8, 16])
     mask = torch.ones(16, dtype=torch.bool)
     mask[starts[:-1]] = False
@@ -345,7 +345,7 @@ if size > 0:
 
 
 def copied(target: Path, store_place: StorePlace, blobs: dict[str, Any]) -> float:
-    """Seconds that the disk needs to copy these files and make the copies durable."""
+    """Return the seconds that the disk needs to copy these files durably."""
     target.mkdir()
     began = time.perf_counter()
     for blob in blobs.values():

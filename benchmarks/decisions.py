@@ -54,7 +54,7 @@ def cases() -> Iterator[Case]:
 
 
 def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, Any]:
-    """Simulate `num` pairs. Result: the share on which each rule finds a difference between the
+    """Simulate `num` pairs. Return the share on which each rule finds a difference between the
     policies; the rule `mean` only looks for a better second policy.
     """
     ways = ("ours", "mean", "items", "signs") if case.families else ("ours", "mean")
@@ -78,7 +78,7 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
 
 
 def upper_bound(count: int, num: int) -> float:
-    """Upper end of Wilson's interval of a share."""
+    """Return the upper end of Wilson's interval of a share."""
     return float(binomtest(count, num).proportion_ci(CONFIDENCE, "wilson").high)
 
 
@@ -99,7 +99,7 @@ def drawn_pair(
 
 
 def _turned(gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Generator) -> float:
-    """P value of the sign-flip test over whole families, by random flips."""
+    """Return the p value of the sign-flip test over whole families, by random flips."""
     sums = np.bincount(codes, gained)
     flips = 2.0 * generator.integers(0, 2, size=(_FLIPS, len(sums))) - 1.0
     observed = abs(sums.sum()) - 1e-9

@@ -74,7 +74,7 @@ def main() -> int:
 
 
 def run(name: str, seed: int, folder: str) -> dict[str, Any]:
-    """Train one recipe under one seed; runs of a seed share the warm start."""
+    """Train one recipe with one seed; runs of a seed share the warm start."""
     logging.disable(logging.WARNING)
     settings = [f"seed={seed}", f"store.path={folder}/{seed}/store", f"validation.every={EVERY}"]
     cfg = load_config(ROOT / "params.yaml", [*settings, *RECIPES[name]])
@@ -118,7 +118,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
 
 
 def unlisted(cfg: RunConfig) -> list[Item]:
-    """Items outside all lists whose world differs from every test item's."""
+    """Return items outside all lists whose world differs from every test item's."""
     store = open_store(cfg)
     splits = splits_from_json(store.read(finished(cfg, store)["prepare"], "splits.json"))
     (env,) = cfg.envs

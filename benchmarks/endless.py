@@ -29,7 +29,7 @@ SETTINGS = EpisodeSettings(
 
 
 class Endless:
-    """A simulator without cost whose episodes end only at the horizon."""
+    """Simulator without cost whose episodes end only at the horizon."""
 
     def reset(self, task_id: int) -> str:
         return "task: go to the red ball"

@@ -67,7 +67,7 @@ def main() -> int:
 
 
 def learn(engine: str, seed: int) -> dict[str, Any]:
-    """Success on the test items after the last stage, and the seconds of each step."""
+    """Return the success on the test items after the last stage, and the seconds of each step."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [f"rollout.engine={engine}", f"seed={seed}", f"store.path={folder}/store"]
         cfg = load_config(ROOT / "params.yaml", overrides)

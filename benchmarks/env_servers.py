@@ -109,7 +109,7 @@ class Connection:
 
 
 async def episode(connection: Connection, target: Target, number: int, times: list[float]) -> float:
-    """Play STEPS actions. Result: seconds until the first observation."""
+    """Play STEPS actions. Return the seconds until the first observation."""
     began = time.perf_counter()
     if target.dialect == "native":
         key = f"{id(times)}-{number}"
@@ -140,7 +140,7 @@ async def episode(connection: Connection, target: Target, number: int, times: li
 
 
 async def measure(target: Target, num_sessions: int, seconds: float) -> dict[str, Any]:
-    """Row of a number of sessions. Memory and CPU time are None if the server runs elsewhere."""
+    """Return a row for this number of sessions. Memory and CPU time are None if it is remote."""
     times: list[float] = []
     opened: list[float] = []
     numbers = itertools.count()
@@ -195,7 +195,7 @@ async def measure(target: Target, num_sessions: int, seconds: float) -> dict[str
 
 
 def engine_seconds(url: str) -> float:
-    """CPU-seconds of the simulator in the server's metrics; 0 if they contain none."""
+    """Return the simulator's CPU-seconds from the server's metrics; 0 if they contain none."""
     with contextlib.suppress(OSError):
         address = f"{url.removesuffix('/agentgym')}/metrics"
         text = urllib.request.urlopen(address, timeout=10).read().decode()  # noqa: S310

@@ -73,7 +73,7 @@ def namespace(kubeconfig: Path) -> Iterator[Kube]:
 
 
 def life(kube: Kube, objects: list[Any], run: str) -> dict[str, float]:
-    """Seconds of each part of one fleet's life."""
+    """Return the seconds of each part of one fleet's life."""
     times, began = {}, time.perf_counter()
 
     def lap(part: str) -> None:
@@ -91,7 +91,7 @@ def life(kube: Kube, objects: list[Any], run: str) -> dict[str, float]:
 
 
 def left_over(kube: Kube) -> dict[str, int]:
-    """Number of remaining objects of any run, by kind."""
+    """Return the number of remaining objects of any run, by kind."""
     kinds = [*kinds_of(kube), POD, kind_of_addresses(kube)]
     return {k.kind: len(kube.list(k, labels={RUN_LABEL: None}).items) for k in kinds}
 

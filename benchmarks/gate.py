@@ -50,7 +50,7 @@ def simulate(
 
 
 def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator) -> float:
-    """Share of item sets on which at least one of LOOKS equal candidates is promoted."""
+    """Return the share of item sets on which at least one of LOOKS equal candidates is promoted."""
     case, names, num_promoted = Case(512, 4, 0, 0.0), tuple(map(str, range(512))), 0
     for _ in range(num):
         ease = ITEMS_SD * generator.standard_normal(case.items)  # of both models, by item

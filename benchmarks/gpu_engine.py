@@ -81,7 +81,7 @@ async def by_hand(policy: Any, size: Size) -> float:
 
 
 async def generated(policy: Any, ids: list[int], options: dict[str, Any]) -> Sequence[int]:
-    """Tokens that vLLM samples after these. options: of SamplingParams."""
+    """Return the tokens that vLLM samples after these ids. options: for SamplingParams."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
@@ -130,7 +130,7 @@ def case_publish(size: Size) -> dict[str, Any]:
 
 
 async def stream(policy: Any, number: int, ended: list[float]) -> None:
-    """Send requests one after the other until cancelled; append the time of each one's end."""
+    """Send requests one after the other until canceled; append the end time of each."""
     for turn in itertools.count():
         await policy.generate([5, 6, 7], sampling(number, turn, 8))
         ended.append(time.perf_counter())

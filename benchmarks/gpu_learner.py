@@ -112,7 +112,7 @@ def matmul_tflops(size: Size) -> float:
 
 
 def seconds(size: Size, work: Callable[[], Any]) -> float:
-    """Median seconds of 5 calls, after 2 warm-up calls."""
+    """Return the median seconds of 5 calls, after 2 warm-up calls."""
 
     def once() -> float:
         if size.device == "cuda":
@@ -271,7 +271,7 @@ def case_varlen(size: Size) -> dict[str, Any]:
 
 
 def trained(size: Size, batch: Batch, settings: LearnerConfig) -> dict[str, float]:
-    """Seconds of a forward and backward of all sequences, and their peak memory."""
+    """Return the seconds of a forward and backward of all sequences, and their peak memory."""
     learner = learner_of(size, settings)
     every = torch.arange(batch.num_sequences, device=size.device)
 
@@ -296,19 +296,19 @@ def learner_of(size: Size, settings: LearnerConfig) -> LocalLearner:
 
 
 def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
-    """Random tokens, all but the first of each sequence actions."""
+    """Return random tokens; all but the first of each sequence are actions."""
     batch = batch_of(lengths, seed=0, vocabulary=size.vocab_size, action_frac=1.0)
     return batch.to(torch.device(size.device))
 
 
 def peak_tflops(size: Size) -> int | None:
-    """Peak TFLOP/s of the device, or None if unknown."""
+    """Return the peak TFLOP/s of the device, or None if unknown."""
     name = torch.cuda.get_device_name() if size.device == "cuda" else ""
     return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
 
 
 def made(size: Size, seed: int = 0) -> Checkpoint:
-    """A model of random weights whose distributions are far from uniform."""
+    """Return a model with random weights whose distributions are far from uniform."""
     tokenizer = renderer()._tokenizer
     model = new_model(
         size.model,

@@ -1,4 +1,4 @@
-"""What every benchmark shares: arguments, result files, commits, processes and their costs.
+"""Shared parts of the benchmarks: arguments, result files, commits, processes and their costs.
 
 `python benchmarks/harness.py` lists the benchmarks, which `make measure NAME=...` runs.
 """
@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def origin() -> dict[str, Any]:
-    """Return what every result states: machine, command and date."""
+    """Return the origin that every result contains: machine, command and date."""
     program = os.path.relpath(sys.argv[0], ROOT)
     return {
         "machine": machine(),
@@ -121,7 +121,7 @@ def completed(
     timeout_s: float = 600.0,
     stdin: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, whatever its exit code. A first word with "-" is Python's."""
+    """Run a program, with any exit code. If its first word starts with "-", Python runs it."""
     return subprocess.run(
         [sys.executable, *words] if str(words[0]).startswith("-") else words,
         cwd=cwd,
@@ -136,7 +136,7 @@ def completed(
 
 
 def output_of(words: Sequence[str | Path], **options: Any) -> str:
-    """Run a program like `completed`; return what it printed.
+    """Run a program like `completed`; return its output.
     Errors: RuntimeError with the end of its output.
     """
     process = completed(words, **options)
@@ -151,7 +151,7 @@ def set_words(settings: Sequence[str]) -> list[str]:
 
 
 def pipeline_in(tree: Path, home: Path, *words: str, timeout_s: float = 3600.0) -> str:
-    """Run a checkout's whole pipeline with its state in `home`; return what it printed."""
+    """Run a checkout's whole pipeline with its state in `home`; return its output."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
     variables = {"PYTHONPATH": str(tree), "PREFECT_HOME": str(home / "prefect")}
     command = ["-m", "flows.pipeline", *words, f"store.path={home / 'store'}"]
@@ -159,8 +159,8 @@ def pipeline_in(tree: Path, home: Path, *words: str, timeout_s: float = 3600.0) 
 
 
 def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
-    """Run a Python program that writes JSON to the path in its last argument. Return that value.
-    None if the program failed.
+    """Run a Python program that writes JSON to the path in its last argument. Return that value,
+    or None if the program failed.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
@@ -176,7 +176,7 @@ def wait_for(
     process: subprocess.Popen[bytes] | None = None,
     log: Path | None = None,
 ) -> T:
-    """Wait until `ready` returns something true; return that.
+    """Wait until `ready` returns a true value; return it.
     Errors: RuntimeError with the log's end if it takes too long or the process ends.
     """
     deadline = time.monotonic() + timeout_s
@@ -281,7 +281,7 @@ def s3_bucket(
 
 @contextlib.contextmanager
 def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
-    """Measure the peak memory of all children of this process. Yield a dict; `bytes` has it."""
+    """Measure the peak memory of all children of this process. Yield it in a dict as `bytes`."""
     peak = {"bytes": 0}
 
     def look() -> None:
@@ -294,7 +294,7 @@ def peak_memory(every_s: float = 1.0) -> Iterator[dict[str, int]]:
 
 @contextlib.contextmanager
 def repeated(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    """Call `look` from a thread, every so many seconds, until the block ends."""
+    """Call `look` from a thread every `every_s` seconds until the block ends."""
     ended = threading.Event()
 
     def watch() -> None:
@@ -311,7 +311,7 @@ def repeated(look: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def pss_bytes(processes: Sequence[psutil.Process]) -> int:
-    """Memory of the processes; shared memory counts once."""
+    """Return the memory of the processes; shared memory counts once."""
     total = 0
     for process in processes:
         with contextlib.suppress(psutil.Error):
@@ -330,7 +330,7 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 
 
 def processes_at(port: int) -> list[psutil.Process]:
-    """The local process that listens on the port, and its descendants."""
+    """Return the local process that listens on the port, and its descendants."""
     for connection in psutil.net_connections(kind="tcp"):
         listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         if listens and connection.pid is not None:
@@ -340,7 +340,7 @@ def processes_at(port: int) -> list[psutil.Process]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Return the value below which that share of the values lies; 0 if there are none."""
+    """Return the value below which this share of the values lies; 0 if there are none."""
     ordered = sorted(values) or [0.0]
     return ordered[int(share * (len(ordered) - 1))]
 
@@ -374,7 +374,7 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
 
 
 def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Manifests of the finished stages, in order. names: only of these stages."""
+    """Return the manifests of the finished stages, in order. names: only these stages."""
     from agentgym.pipeline.table import finished, open_store
     from agentgym.steps.step import stages
 
@@ -385,7 +385,7 @@ def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
 
 
 def stage_points(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Points of the finished stages, one per optimizer step. names: only of these stages."""
+    """Return finished stages' points, one per optimizer step. names: only these stages."""
     from agentgym.pipeline.table import open_store
     from agentgym.steps.context import METRICS
     from agentgym.tracking.points import decode_points

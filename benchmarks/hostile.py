@@ -159,7 +159,7 @@ type [{id}] [{} {} {} {}] [0]
 
 @cache
 def categories() -> dict[str, list[str]]:
-    """All characters by general category; unassigned and private-use ones are many and alike."""
+    """Return all characters by general category, because some categories are huge."""
     by_category = defaultdict(list)
     for code in range(sys.maxunicode + 1):
         by_category[unicodedata.category(chr(code))].append(chr(code))
@@ -272,8 +272,8 @@ async def episode(
 
 
 async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, list[str]]:
-    """Play episodes of the expert and of plain actions, as many at a time as in the attack.
-    Result: (results, the expert's actions).
+    """Play episodes of the expert and of plain actions, with the attack's concurrency.
+    Return (results, the expert's actions).
     """
     played, numbers, ends = Played(), itertools.count(), time.monotonic() + seconds
     expert_actions: list[str] = []

@@ -80,7 +80,7 @@ def seeds_worlds() -> Iterator[SeedsWorld]:
 
 
 def simulate_seeds(world: SeedsWorld, num: int, generator: np.random.Generator) -> dict[str, Any]:
-    """Simulate `num` tables of one world, each with its interval. Result: shares of intervals."""
+    """Simulate `num` tables of one world with their intervals. Return shares of intervals."""
     below = above = width = 0.0
     truth = cut_mean(world.success, world.spread)
     if world.kind == "difference":
@@ -109,7 +109,7 @@ def _other(success: float) -> float:
 
 
 def cut_mean(mean: float, sd: float) -> float:
-    """Mean of a normal variable clipped to 0 .. 1."""
+    """Return the mean of a normal variable clipped to 0 .. 1."""
     if sd == 0:
         return mean
     low, high = -mean / sd, (1 - mean) / sd
@@ -134,7 +134,7 @@ def _row(
 
 
 def mean_of_logit(sd: float) -> tuple[FloatArray, FloatArray]:
-    """(logit of the middle item, mean success over items), both rising."""
+    """Return (logit of the middle item, mean success over items), both increasing."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(200)
     logits = np.linspace(-30, 30, 6001)
     return logits, (1 / (1 + np.exp(-(logits[:, None] + sd * nodes)))) @ (weights / weights.sum())
@@ -203,7 +203,7 @@ def families_worlds() -> Iterator[FamiliesWorld]:
 def simulate_families(
     world: FamiliesWorld, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
-    """Simulate `num` tables of one world, each with its intervals."""
+    """Simulate `num` tables of one world with their intervals."""
     outside = dict.fromkeys(METHODS, 0)
     width = dict.fromkeys(METHODS, 0.0)
     codes, truth = world.codes(), world.truth
@@ -234,7 +234,7 @@ def simulate_families(
 
 @cache
 def middle(success: float, sd: float) -> float:
-    """Logit of the middle item if the mean over items is `success`."""
+    """Return the logit of the middle item if the mean over items is `success`."""
     if not sd:
         return float(np.log(success / (1 - success)))
     logits, means = mean_of_logit(sd)
@@ -244,7 +244,7 @@ def middle(success: float, sd: float) -> float:
 def _values(
     world: FamiliesWorld, codes: NDArray[np.int_] | None, num: int, generator: np.random.Generator
 ) -> FloatArray:
-    """Values of the simulated items, [num, items]."""
+    """Return the values of the simulated items, [num, items]."""
     ease = world.items_sd * generator.standard_normal((num, world.items))
     shared, *by_policy = (
         generator.standard_normal((num, max(world.families, 1))) for _ in range(3)

@@ -225,7 +225,7 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
 
 
 def judge(rows: Sequence[Row]) -> list[Verdict]:
-    """Verdicts on every point of the proof, in its order."""
+    """Return verdicts on every point of the proof, in its order."""
     named = {row.name: row for row in rows}
     recipes = by_recipe(rows)
     chosen = {recipe: best_validated(candidates) for recipe, candidates in recipes.items()}
@@ -248,7 +248,7 @@ def judge(rows: Sequence[Row]) -> list[Verdict]:
 
 
 def published(rows: Sequence[Row]) -> list[str]:
-    """Compare the paper's claims with these rows, in words chosen by the intervals."""
+    """Return sentences that compare the paper's claims with these rows, by the intervals."""
     named = {row.name: row for row in rows}
     claims = []
     staged = [(recipe, "") for recipe in ("ppo", "reinforce++", "grpo")] + [
@@ -286,7 +286,7 @@ def span(gains: Sequence[float]) -> str:
 
 
 def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows of each recipe on the common level; groups are controls and other levels."""
+    """Return the rows of each recipe on the common level; groups are controls and other levels."""
     recipe_rows: dict[str, list[Row]] = {}
     for row in rows:
         if (
@@ -308,7 +308,7 @@ def average(row: Row) -> str:
 
 
 def points(estimate: Estimate) -> str:
-    """Text of an estimate in points, with its lowest seed."""
+    """Format an estimate in points, with its lowest seed."""
     interval = estimate.interval
     worst = f", least {100 * min(estimate.per_seed):+.1f}" if len(estimate.per_seed) > 1 else ""
     return (

@@ -91,7 +91,7 @@ def measured(tests: Sequence[str], jobs: int) -> dict[str, dict[str, float]]:
 
 
 def modules(packages: Sequence[str] = PACKAGES) -> list[str]:
-    """Paths of modules with code: a package with only a docstring has nothing to test."""
+    """Return paths of modules with code: a package with only a docstring has nothing to test."""
     return [
         str(path.relative_to(ROOT))
         for package in packages
@@ -120,7 +120,7 @@ def like_named(module: str) -> str | None:
 
 
 def lines_run(test: str) -> dict[str, float]:
-    """Share of each module's lines that a test file runs in this process, which must be fresh."""
+    """Return the share of each module's lines that a test file runs in this fresh process."""
     import pytest
     from coverage import Coverage
 

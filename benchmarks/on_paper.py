@@ -44,7 +44,7 @@ HOST, OTHER = "host memory", "activations"
 
 
 def moved(func: Any, args: Any) -> tuple[str, int]:
-    """Name of a collective operation, and the bytes of the tensor that it gathers or reduces."""
+    """Return a collective operation's name, and the bytes of the tensor it gathers or reduces."""
     if func is ALL_GATHER:
         return "all-gather", args[0].nbytes
     if func is WHOLE:
@@ -81,9 +81,9 @@ class Ledger(TorchDispatchMode):
     """Mode in which floating-point tensors have no values; it counts the bytes of all by kind."""
 
     def __init__(self, vocab_size: int, *, on_gpu: bool) -> None:
-        """Start an empty ledger. vocab_size: tensors as wide as this are logits. on_gpu: copies "to
-        the CPU" are in separate host memory; else the process group is gloo, which copies what it
-        gathers or reduces.
+        """Start an empty ledger. vocab_size: tensors of this width are logits. on_gpu: copies "to
+        the CPU" are in separate host memory; otherwise the process group is gloo, which copies
+        its inputs.
         """
         super().__init__()
         self._fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,7 +94,7 @@ class Ledger(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Begin a phase: forget the peak so far."""
+        """Begin a phase: reset the peak."""
         live = list(self._blocks.values())
         self._apart = sum(block.size for block in live if self._is_apart(block.kind))
         self._total = sum(block.size for block in live) - self._apart
@@ -103,7 +103,7 @@ class Ledger(TorchDispatchMode):
         self.moved: Counter[str] = Counter()
 
     def most(self) -> dict[str, int]:
-        """Bytes by kind at the device's peak; for host memory, its own peak."""
+        """Return the bytes by kind at the device's peak; for host memory, at its separate peak."""
         by_kind: Counter[str] = Counter()
         for block, size in self._then:
             if not self._is_apart(block.kind):

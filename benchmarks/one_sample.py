@@ -127,7 +127,7 @@ _STARTS: dict[Path, dict[int, int]] = {}
 
 
 def starts(path: Path) -> dict[int, int]:
-    """First line of the innermost statement of each line; 0 if that statement is a definition."""
+    """Map each line to its innermost statement's first line; 0 if the statement is a definition."""
     if path not in _STARTS:
         first_lines: defaultdict[int, int] = defaultdict(int)
         for node in sorted(

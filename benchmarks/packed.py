@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def played(env: str) -> list[int]:
-    """Tokens of each episode of an expert on train items."""
+    """Return the tokens of each episode of an expert on train items."""
     with tempfile.TemporaryDirectory() as folder:
         settings = (
             *(f"env={{name: {env}}}", f"store.path={folder}/store"),
@@ -115,7 +115,7 @@ def shortened(lengths: Sequence[int]) -> list[int]:
 
 
 def counted(lengths: Sequence[int]) -> dict[str, Any]:
-    """Tokens that go through the linear layers, both ways."""
+    """Return the tokens that go through the linear layers, both ways."""
     order = in_order(lengths)
     longest, total = max(order), sum(order)
     by_micro_batch = sum(len(part) * max(part) for part in parts_of(order))
@@ -139,7 +139,7 @@ def parts_of(lengths: Sequence[int]) -> list[Sequence[int]]:
 
 
 def timed(lengths: Sequence[int]) -> dict[str, list[float]]:
-    """Seconds of each round, by way. Errors: AssertionError if the losses disagree."""
+    """Return the seconds of each round, by way. Errors: AssertionError if the losses disagree."""
     batches = [batch_of(part, seed) for seed, part in enumerate(parts_of(lengths))]
     model = new_model(MODEL, vocab_size=VOCABULARY, eos_id=1, pad_id=0, seed=0)
     twin = twin_of(model)
@@ -160,7 +160,7 @@ def timed(lengths: Sequence[int]) -> dict[str, list[float]]:
 
 
 def twin_of(model: Any) -> Any:
-    """Return a model with the same weights and Hugging Face's own attention."""
+    """Return a model with the same weights and Hugging Face's standard attention."""
     config = copy.deepcopy(model.config)  # a copy, because from_config sets the attention in it
     twin = AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=model.dtype
@@ -192,7 +192,7 @@ def packed(model: Any, batch: Batch) -> float:
 
 
 def padded(model: Any, batch: Batch, width: int) -> float:
-    """Loss of one forward and backward pass over rows of `width` tokens."""
+    """Return the loss of one forward and backward pass over rows of `width` tokens."""
     lengths = batch.starts.diff().tolist()
 
     def filled(values: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Text:
 
 
 def text_of(sources: Iterable[str], simulators: Iterable[str] = ()) -> Text:
-    """Count Python sources. Strings of simulators, the environments' own text, do not count."""
+    """Count Python sources. Of simulators, only docstrings and comments count as prose."""
     docstrings, openers, num_names, characters = 0, Counter[str](), 0, 0
     vague, dialect = Counter[str](), Counter[str]()
     kinds = [(source, strings_of) for source in sources]
@@ -88,7 +88,7 @@ def bound_names(tree: ast.Module) -> Iterator[str]:
 
 
 def strings_of(tree: ast.Module) -> Iterator[str]:
-    """Yield the strings that are prose; a string without a blank is a key or a path."""
+    """Yield the strings that are prose: those with a blank, because others are keys or paths."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.value

@@ -94,7 +94,7 @@ def installed(folder: Path) -> Path:
 
 
 def warm_started(folder: Path) -> RunConfig:
-    """Make the model that all begin with, and the file of their items, in order."""
+    """Make the model from which all ways start, and the file of their items, in order."""
     cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
     for step in BEFORE:
         run_step(step, cfg)
@@ -190,7 +190,7 @@ def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float
 
 
 def ratio(ways: dict[str, dict[str, float]]) -> float:
-    """Return episodes per second of ours over the best of TRL's ways."""
+    """Return our episodes per second divided by those of TRL's fastest way."""
     best = max(way["episodes_per_s"] for name, way in ways.items() if name != "ours")
     return round(ways["ours"]["episodes_per_s"] / best, 2)
 

@@ -144,7 +144,7 @@ class StepLines(TrainerCallback):
 
 
 class BatchedLoop:
-    """Plays all episodes turn by turn: one generate call and one request per turn."""
+    """Loop that plays all episodes turn by turn: one generate call and one request per turn."""
 
     def __init__(self, url: str, tokenizer: Any) -> None:
         self._url, self._tokenizer = url, tokenizer

@@ -76,7 +76,7 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
 
 def fifths(values: list[float]) -> list[float]:
-    """Means over five parts of equal length, in order."""
+    """Return means over five parts of equal length, in order."""
     size = len(values) / 5
     return [
         round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3)

@@ -154,7 +154,7 @@ def traced(
     *,
     on_gpu: bool,
 ) -> dict[str, Any]:
-    """Bytes by kind at the peak of each phase, and the bytes that it moves."""
+    """Return the bytes by kind at the peak of each phase, and the bytes that it moves."""
     ledger = Ledger(shape["vocab_size"], on_gpu=on_gpu)
     measurements: dict[str, Any] = {"bytes": {}, "moved": {}}
 
@@ -187,7 +187,7 @@ def traced(
 
 
 class Somewhere:
-    """Stored weights whose values are never read."""
+    """Location of stored weights whose values are never read."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -202,7 +202,7 @@ def plan_of(shape: dict[str, Any], dtype: torch.dtype, settings: LearnerConfig) 
 
 
 def begun(learner: LocalLearner, ledger: Ledger, on_gpu: bool) -> None:
-    """Give the learner masters and moments, as every update after the first has them."""
+    """Create the learner's masters and moments, as every update after the first has them."""
     optimized = learner._policy
     if optimized._host is not None:
         optimized._host = PaperHost(learner.ranks, ledger)
@@ -226,7 +226,7 @@ def begun(learner: LocalLearner, ledger: Ledger, on_gpu: bool) -> None:
 
 
 def seconds(measurements: dict[str, Any], ranks: int) -> dict[str, float]:
-    """Seconds of one rank, computed from bytes; see the module's docstring."""
+    """Return the seconds of one rank, computed from bytes; see the module's docstring."""
     at, share = BANDWIDTHS, min(ranks, NODE)
 
     def collective(phase: str) -> float:
@@ -252,7 +252,7 @@ def seconds(measurements: dict[str, Any], ranks: int) -> dict[str, float]:
 
 
 def really(folder: Path, shape: dict[str, Any], size: int) -> dict[str, Any]:
-    """Peaks of each phase in MiB, of the rank with the most, and the bytes that a rank moved."""
+    """Return each phase's peak in MiB over all ranks, and the bytes that a rank moved."""
     text = checkpoints.architecture(shape)
     store_place = checkpoints.StorePlace(str(folder / "store"), 30.0)
     weights = checkpoints.made(store_place, text)
@@ -300,13 +300,13 @@ def checked_batch(ranks: int) -> Batch:
 
 
 def as_real(shape: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """Compute on paper what `really` measures."""
+    """Compute on paper the same values as `really` measures."""
     settings = LearnerConfig(micro_batch_tokens=CHECKED_TOKENS)
     return traced(shape, torch.float32, ranks, settings, checked_batch(ranks), on_gpu=False)
 
 
 def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Compare real runs with those on paper, multiplied by one rank's calibration factors."""
+    """Compare real runs with paper multiplied by one rank's calibration factors."""
     mib = {
         ranks: {phase: sum(run["bytes"][phase].values()) / 2**20 for phase in PHASES}
         for ranks, run in paper.items()
@@ -388,13 +388,13 @@ def table(result: dict[str, Any]) -> str:
 
 
 def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
-    """GiB on the device, multiplied by the calibration factor."""
+    """Return GiB on the device, multiplied by the calibration factor."""
     size_on_device = sum(size for kind, size in row["bytes"][phase].items() if kind != HOST)
     return f"{size_on_device * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
 
 
 def loads_table(result: dict[str, Any]) -> str:
-    """Table of the kinds of memory in an update, at NODE ranks."""
+    """Return a table of the kinds of memory in an update, at NODE ranks."""
     kinds = ("weights", "master weights", "moments", "gradients", "gathered weights")
     kinds += ("exchanged gradients", "activations", "logits", STEP, HOST)
     lines = [f"| model | tokens | blocks | {' | '.join(kinds)} |"]

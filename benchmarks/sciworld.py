@@ -41,7 +41,7 @@ Transcript = list[tuple[str, ...]]
 
 
 async def open_at_once(endpoint: str, number: int) -> float:
-    """Seconds until all eight sessions have their first observation."""
+    """Return the seconds until all eight sessions have their first observation."""
     async with (
         EnvPool([endpoint], request_timeout_s=120) as pool,
         contextlib.AsyncExitStack() as stack,
@@ -105,12 +105,12 @@ def play_stock(
 
 
 def stock_options(heap_mib: int) -> list[str]:
-    """Java options as the package uses them, without equal identity hashes; memory is bounded."""
+    """Return the package's Java options without equal identity hashes; memory is bounded."""
     return [option for option in java_options(heap_mib) if option not in REPEATABLE]
 
 
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
-    """Games with other texts, scores or ends: the first difference, and whether only in order."""
+    """Return a row per game with other texts, scores or ends: first difference, kind."""
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
         turns = [

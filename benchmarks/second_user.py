@@ -136,7 +136,7 @@ def try_ports(ports: dict[tuple[str, int], str]) -> list[Deed]:
 
 
 def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
-    """Send every request in every form, and bytes of no protocol. A refusal is 400, 401, 403, 404,
+    """Send every request in every form, and random bytes. A refusal is 400, 401, 403, 404,
     405, 415, 426 or a closed connection.
     """
     deeds = []
@@ -179,7 +179,7 @@ def greet(address: tuple[str, int]) -> bytes:
 
 
 def listening(project: Project) -> dict[tuple[str, int], str]:
-    """Listening sockets of the project's processes: (address, port) -> program."""
+    """Return the listening sockets of the project's processes: (address, port) -> program."""
     programs = {}
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
@@ -195,7 +195,7 @@ def listening(project: Project) -> dict[tuple[str, int], str]:
 
 
 def sweep(project: Project) -> tuple[list[Deed], int, int]:
-    """Try everything. Result: (deeds, number of ports tried, number of files tried)."""
+    """Try everything. Return (deeds, number of ports tried, number of files tried)."""
     ports = listening(project)
     folders = {"project": project.folder, "home": project.home, "tmp": project.scratch}
     paths = sorted(

@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def cells(seeds: list[int]) -> list[tuple[str, int, int]]:
-    """All (case, seed, max_staleness), in an order in which no max_staleness is always first."""
+    """Return all (case, seed, max_staleness); no max_staleness always comes first."""
     return [
         (case, seed, staleness)
         for number, seed in enumerate(seeds)
@@ -140,7 +140,7 @@ def late(ahead: Ahead[Any], take: Callable[[Ahead[Any]], Any]) -> Any:
 
 
 def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summary of each case, over the seeds for which all its values of max_staleness are done."""
+    """Summarize each case over the seeds for which all its values of max_staleness are done."""
     table = []
     for case, values in CASES.items():
         by_seed: dict[int, list[dict[str, Any]]] = {}

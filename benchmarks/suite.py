@@ -77,7 +77,7 @@ def measured(target: str) -> dict[str, Any]:
 
 
 def loop_s() -> float:
-    """Seconds of a fixed Python loop that runs on all cores at once; the slowest core's."""
+    """Return the seconds of a fixed Python loop on all cores at once; the slowest core's."""
     cores = os.cpu_count() or 1
     with ProcessPoolExecutor(cores) as pool:
         return max(pool.map(looped_s, range(cores)))

@@ -57,7 +57,7 @@ def lists(folder: Path) -> Path:
 
 
 def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunConfig:
-    """Train a run up to its last stage, in its own store. there: it has been trained before."""
+    """Train a run to its last stage in a separate store. there: it is trained already."""
     settings = [f"seed={seed}", f"data.path={lists(folder.parent / 'data')}"]
     settings += [f"horizon.stage_steps=[{steps}, {steps}]", f"validation.every={steps}"]
     store = f"store.path={folder / 'store'}"

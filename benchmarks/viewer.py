@@ -162,7 +162,7 @@ def fill(store: RunStore, count: int) -> None:
 
 
 class Server:
-    """A separate process that runs `agentgym view`."""
+    """Separate process that runs `agentgym view`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._began = folder, time.perf_counter()
@@ -193,7 +193,7 @@ class Server:
             return str(reply.read().decode())
 
     def wait_for(self, episodes: int) -> tuple[float, float]:
-        """Wait until `episodes` are listed. Result: wall and CPU seconds since the start."""
+        """Wait until `episodes` are listed. Return wall and CPU seconds since the start."""
         deadline = time.perf_counter() + START_LIMIT_S
         while time.perf_counter() < deadline:
             if self.listed() >= episodes:
@@ -216,14 +216,14 @@ class Server:
         return sum(path.stat().st_size for path in self._folder.glob("viewer/index-*.sqlite*"))
 
     def idle_share(self, seconds: float = 20.0) -> float:
-        """Share of a core, without requests and changes of the store."""
+        """Return the used share of a core without requests and changes of the store."""
         before, began = self.cpu_s(), time.perf_counter()
         time.sleep(seconds)
         return (self.cpu_s() - before) / (time.perf_counter() - began)
 
 
 def questions(server: Server) -> dict[str, dict[str, float]]:
-    """Milliseconds of each question over HTTP, connection and page included."""
+    """Return each question's milliseconds over HTTP, connection and page included."""
     addresses = re.findall(r'href="(/e/[^"?]+)', server.ask("/episodes?sort=tokens"))
     second = re.search(r'href="([^"]+)" rel="next"', server.ask("/episodes"))
     assert second is not None

@@ -92,7 +92,7 @@ def trained(state: Path, num_steps: int) -> float:
 
 
 def beside(state: Path, num_steps: int) -> tuple[float, dict[str, float]]:
-    """Call `trained` while a viewer gets requests. Result: (steps per second, viewer's cost)."""
+    """Call `trained` while a viewer gets requests. Return (steps per second, viewer's cost)."""
     ended = threading.Event()
     with Server(state) as server, ThreadPoolExecutor(1) as pool:
         server.wait_for(1)  # episodes of the warm start
@@ -123,7 +123,7 @@ def visit(server: Server, ended: threading.Event) -> int:
 
 
 def fall(rates: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Percent by which the second of a pair is lower: geometric mean, Student's 95 % interval."""
+    """Return by how many percent the second rate is lower: geometric mean, 95 % t interval."""
     logs = [math.log(second / first) for first, second in rates]
     mean, interval = statistics.fmean(logs), ttest_1samp(logs, 0).confidence_interval()
     percent, low, high = (

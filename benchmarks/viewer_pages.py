@@ -91,7 +91,7 @@ def served(cfg: RunConfig) -> Iterator[tuple[Viewer, str]]:
 
 
 def replays(viewer: Viewer) -> dict[str, Any]:
-    """Number of episodes of each environment's evaluations that agree when they are replayed."""
+    """Return the number of episodes per environment that agree when they are replayed."""
     by_env: dict[str, Any] = {}
     for env in ENVS:
         rows = viewer.lists.all(Query({"env": (env,), "stage": ("evaluation",)}), 1_000)
@@ -107,7 +107,7 @@ def replays(viewer: Viewer) -> dict[str, Any]:
 
 @dataclass
 class Walk:
-    """A browser's walk through the pages: pages visited and errors."""
+    """Walk of a browser through the pages: visited pages and errors."""
 
     page: Any  # Playwright's
     base: str
@@ -205,7 +205,7 @@ def addresses(viewer: Viewer) -> dict[str, str]:
 
 
 def use(walk: Walk) -> None:
-    """Use keys and forms as a person does."""
+    """Use keys and forms as a user does."""
     page = walk.page
     walk.go("/episodes?env=babyai")
     page.keyboard.press("j")

@@ -51,7 +51,7 @@ class Processes:
         return [self._server, *self._server.children(recursive=True)]
 
     def cpu_ms(self) -> dict[str, float]:
-        """CPU milliseconds so far, by part. Only correct while none of the processes ends."""
+        """Return CPU milliseconds so far, by part. Only correct while no process ends."""
         spent = {"chromium": 0.0, "driver": 0.0, "server": 0.0}
         for process in self.each():
             with contextlib.suppress(psutil.Error):

@@ -13,7 +13,7 @@ from envs.wire import CreateReply, ErrorReply
 
 
 class Counter:
-    """Simulator that succeeds at the third action; `crash`, `slow` and `cut` act as named."""
+    """Simulator that succeeds at the third action; `crash` raises, `slow` waits, `cut` cuts off."""
 
     made = 0
     closed = 0

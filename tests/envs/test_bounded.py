@@ -44,7 +44,7 @@ def test_a_loop_that_catches_exceptions_is_stopped_while_the_event_loop_stays_re
 
     assert asyncio.run(main()) >= 5
     for thread in threading.enumerate():
-        if thread.name == "bounded":  # it has returned its result, but may still be running
+        if thread.name == "bounded":  # it has reported, but may still be running
             thread.join(2)
             assert not thread.is_alive()
 

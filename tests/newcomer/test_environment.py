@@ -87,7 +87,7 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
         " of this name"
     ) in said
     check = ran.stdout.splitlines()[-1]
-    # the package needs the owner's permission, and its lists a path
+    # the audit uses only environments and lists that its command names
     own = "--set env.name=higher-lower --set 'env.options={limit: 100}'"
     named = rf"check    agentgym audit r[0-9a-f]{{12}} {re.escape(own)} --set data.path={lists}"
     assert re.fullmatch(named, check)

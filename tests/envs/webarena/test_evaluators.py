@@ -89,7 +89,7 @@ def test_exact_answers_are_compared_clean(reference, answer, expected):
         (["0"], "it is 0. so there", 0),
         (["0"], "it is 0.", 1),
         (["0", "a"], "10 a", 1),  # with two references: substrings
-        (["65 |OR| 3"], "65", 0),  # exact match does not split at |OR|
+        (["65 |OR| 3"], "65", 0),  # |OR| does not split here
         ([], "anything", 1),
     ],
 )
@@ -177,7 +177,7 @@ def test_the_score_is_the_product_in_the_order_of_the_file():
         ("&lt;3", "<3", (), 1),
         ("B and C", None, ("a |OR| b", "c"), 1),
         ("B", None, ("a |OR| b", "c"), 0),
-        ("10", None, ("0",), 1),  # in pages one character is no token
+        ("10", None, ("0",), 1),  # in pages one character may match within a word
         (3, "3", (), 1),
     ],
 )

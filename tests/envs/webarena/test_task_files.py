@@ -176,7 +176,7 @@ def orders(name="Nora Whitfield"):
 
 
 def sold(year):
-    """Count the products of a year's orders that were not canceled, best-selling first."""
+    """Return (name, count) of the year's best seller, without canceled orders."""
     counted = Counter()
     for order in STORE.orders:
         if str(order.day.year) == year and order.status != "Canceled":
