@@ -1,4 +1,4 @@
-"""The flows reuse servers that are kept, and clean up servers of a canceled run."""
+"""Flows end the environment servers, fleets and jobs of a canceled run."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A supervisor's state files: damaged files and those of another process are ignored."""
+"""A supervisor's state files: damaged ones are ignored, and a user's prefect.toml is kept."""
 
 from pathlib import Path
 
