@@ -1,4 +1,4 @@
-"""Processes that begin with what takes seconds to import, by the standard library's forkserver."""
+"""Processes that start with slow modules already imported, by Python's forkserver."""
 
 import multiprocessing
 

@@ -215,7 +215,7 @@ def faults():
 
 
 def engines():
-    """Success of each seed through vLLM and through the built-in engine; tokens per second."""
+    """Success of each seed through vLLM and the built-in engine, and their ratio of token rates."""
     found = result("engines")
     assert found["verdict"]["ok"]
     ended = [*found["verdict"]["vllm"], *found["verdict"]["torch"]]

@@ -1,5 +1,5 @@
-"""60 episodes recorded on AgentGym's own BabyAI server, played again on our `/agentgym` routes;
-`-s` prints what differs, by kind.
+"""60 episodes recorded on AgentGym's BabyAI server, replayed on our `/agentgym` routes; `-s` prints
+the differences by kind.
 
 `recorded.json` contains facts only; `actions` is a table.
 
@@ -9,7 +9,7 @@
     objects  [[object, steps ahead, steps to the side (left: negative)], ...]
     faced    [object in front, steps]
 
-A response without the view has no objects, nothing faced and nothing carried.
+A response without the view has no objects, no faced object and no carried one.
 """
 
 import asyncio

@@ -34,8 +34,8 @@ def test_topk_is_really_used():
 
 
 def test_scores_are_those_of_the_formula():
-    """idf = ln(1 + (N - df + .5) / (df + .5)), tf / (tf + k1 (1 - b + b len / mean)); titles
-    count twice.
+    """idf = ln(1 + (N - df + .5) / (df + .5)), tf / (tf + k1 (1 - b + b len / mean));
+    a title counts twice.
     """
     norm = 1.2 * (1 - 0.75 + 0.75 * 3 / 3)  # every document has three words
     rare, common = log(1 + 3.5 / 1.5), log(1 + 1.5 / 3.5)  # in one document, and in three of four

@@ -107,7 +107,7 @@ def test_a_page_that_loops_for_ever_ends_its_session_in_time_and_no_other(spec, 
 
 
 def test_pages_that_never_answer_do_not_hold_up_another_session(make_spec, site, monkeypatch):
-    """One step at a time, and three that wait for a site or a page that hangs."""
+    """Three steps wait for a hanging site or page, although concurrency is 1."""
     monkeypatch.setattr("envs.webarena.tabs.INPUT_S", 6.0)
     site.pages["/loop"] = "<title>Loop</title><button onclick='for (;;);'>go</button>"
     spec, ended = make_spec(concurrency=1, goto_s=20.0), []
