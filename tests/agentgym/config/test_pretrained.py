@@ -1,4 +1,4 @@
-"""The defaults of a pretrained model: where they hold, and where they do not."""
+"""Tests for the defaults of a pretrained model, and for where they do not apply."""
 
 import pytest
 import yaml
@@ -17,7 +17,7 @@ def test_settings_of_the_tiny_model_are_not_meant_for_a_pretrained_one():
     assert cfg.model.context_tokens == 1408 >= 512 + 12 * (24 + 48)
     assert (cfg.optimizer.lr, cfg.warm_start.optimizer.lr) == (1e-5, 5e-5)
     assert (cfg.evaluation.num_items, cfg.evaluation.num_samples) == (64, 2)
-    # what means the same to both stays
+    # settings with the same meaning for both models are kept
     assert cfg.optimizer.warmup_steps == 10
     assert cfg.horizon.max_turns == (6, 9, 12)
     assert load_config("params.yaml").rollout.max_new_tokens == 6
