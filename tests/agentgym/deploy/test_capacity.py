@@ -93,7 +93,7 @@ def waits_of(env, episodes, replicas, rounds=40):
         heapq.heappush(emptiest, (sessions[server], draw.random(), server))
         return server, draw.randint(1, 20)
 
-    asks = [(0.0, draw.random(), *place()) for _ in range(episodes)]  # time, tie-breaker, server, left
+    asks = [(0.0, draw.random(), *place()) for _ in range(episodes)]  # time, tie-breaker, server
     heapq.heapify(asks)
     waits = []
     while len(waits) < rounds * episodes:
