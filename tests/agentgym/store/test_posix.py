@@ -1,6 +1,4 @@
-"""What the file system alone can do to a store: be full, keep temporary files, be written to by
-hand.
-"""
+"""Store errors specific to file systems: full disks, temporary files, and edits by hand."""
 
 import errno
 import os
@@ -155,7 +153,7 @@ def test_large_content_that_two_keys_have_is_stored_once_and_outlives_either(
     store.collect(first)
     assert store.read(second, "model") == LARGE
     assert store.num_bytes(second) > SHARED_BYTES
-    assert commit_large(KEY).blobs == first.blobs  # made again, it shares again
+    assert commit_large(KEY).blobs == first.blobs  # a repeated commit shares its blobs again
     assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
 
 

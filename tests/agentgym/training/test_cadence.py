@@ -1,4 +1,4 @@
-"""How many optimizer steps a commit makes durable changes nothing but what a kill costs."""
+"""The number of optimizer steps per commit changes only the cost of a kill."""
 
 import sqlite3
 

@@ -1,4 +1,4 @@
-"""Episodes played again on real servers."""
+"""Episodes replayed on real servers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.agentgym.viewer.conftest import TRAINING, episode
 
 
 def played(gold, env, task, **changes):
-    """An expert's episode, as it would be on record."""
+    """Return an expert's episode, as it would be recorded."""
     first, turns = gold(env, task)
     told = tuple(Turn(action, own.observation, own.reward, info=own.info) for action, own in turns)
     fields = {
@@ -35,7 +35,7 @@ def endpoints(serving):
 
 @pytest.fixture
 def replays(made, view, endpoints):
-    """replays(env, episodes) -> (viewer, [Found])"""
+    """Return a function of (env, episodes): (viewer, [Found])."""
 
     def open_viewer(env, episodes):
         config = {**TRAINING, "env": {"name": env, "options": {}, "dialect": "native"}}
