@@ -73,7 +73,7 @@ def drawn_once():
 
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory, empty_ledger, drawn_once):
-    """Return the params file of a tiny run; its state and an empty MLflow database lie beside it.
+    """Return the params file of a tiny run; its folder has the state and an empty MLflow database.
     changes: {dotted name: value}.
     endpoint: a running server of its environment; without it each step starts one.
     """

@@ -73,7 +73,7 @@ class Copy:
     commands: list[str] = field(default_factory=list)
 
     def follow(self, guide):
-        """Put every block where its sentence says, then format as the page asks."""
+        """Insert every block of the guide at its position, then format the files."""
         for block in BLOCK.finditer(GUIDES[guide]):
             if block["language"] == "sh":
                 self.commands += block["text"].splitlines()

@@ -47,7 +47,7 @@ def quoted(text):
 
 
 def is_said(text, sources):
-    """Return True if the sources contain the text, with gaps for values of logging and f-strings."""
+    """Return True if the sources contain the text; inserted values count as gaps."""
     return any(text in re.sub(r"%(?:\.\d+)?[a-z]", GAP, each) for each in sources[0])
 
 

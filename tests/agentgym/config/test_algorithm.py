@@ -62,7 +62,7 @@ def test_settings_written_for_one_recipe_go_along_to_another_where_they_mean_the
     assert (discounted.gamma, discounted.clip_low) == (0.9, 0.1)
     layer = {"algorithm": {"recipe": "sft"}}
     assert load_config(file, layers=[layer]).algorithm.model_dump() == {"recipe": "sft"}
-    # settings given beside the recipe, or on the command line in any order, apply to that recipe
+    # settings given with the recipe, or on the command line in any order, apply to that recipe
     with pytest.raises(ConfigError, match="value_clip means nothing to recipe sft"):
         load_config(file, layers=[{"algorithm": {"recipe": "sft", "value_clip": 9}}])
     with pytest.raises(ConfigError, match="value_clip means nothing to recipe sft"):

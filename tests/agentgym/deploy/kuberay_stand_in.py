@@ -3,7 +3,7 @@ their entrypoints on one local Ray cluster. It proves our client, not KubeRay.
 
 As KubeRay in HTTPMode it hands a job over once its cluster is there, copies the job's status into
 the resource's, deletes the cluster of an ended job, and ends a job whose resource is deleted.
-Where the cluster is deleted, the job's processes are killed with it, and the status goes on saying
+Where the cluster is deleted, the job's processes are killed with it, and the status remains
 RUNNING.
 """
 

@@ -153,7 +153,7 @@ def test_a_run_s_evaluation_has_the_record_of_any(cfg):
 
 
 def test_the_viewer_and_the_command_decide_alike(cfg):
-    """Compare both estimates: pages once said 47.4 points (episodes), the command 49.8 (items)."""
+    """Compare both estimates: pages once gave 47.4 points (episodes), the command 49.8 (items)."""
     named = [find_result(f":{name}", cfg) for name in ("initialize", "stage-2")]
     (contrast,) = versus(named)["contrasts"]
     viewer = Viewer.open(cfg)

@@ -43,7 +43,7 @@ def plan_from(plan, kept):
 
 
 def keep(learner, like):
-    """Store what a commit of the learner would hold, beside `like`. Return {name: tensors}."""
+    """Store what a commit of the learner would hold in the store of `like`. Return the tensors."""
     manifest = like.manifest.model_copy(update={"blobs": kept_blobs(learner, like)})
     return {
         name: StoredTensors.of(like.place.open(), manifest, name)

@@ -15,7 +15,7 @@ HOSTILE = f"{SCRIPT}{ESCAPE}{BIDI}\u200bhidden\ud800 <img src=x onerror=alert(2)
 
 
 def episode(task=0, sample=0, *, actions=("turn left", "move forward"), **changes):
-    """Return an episode of two turns: 3 prompt tokens, 2 actions, 1 observation token, 2 actions."""
+    """Return an episode of two turns: 3 tokens read, 2 sampled, 1 read, 2 sampled."""
     turns = tuple(
         Turn(action, f"see: {action} done", 0.0, 3 * n + 3, 3 * n + 5, 4, info={"family": "go"})
         for n, action in enumerate(actions)
