@@ -209,8 +209,7 @@ def test_a_group_of_equal_returns_gets_exact_zeros(name, value):
 @pytest.mark.parametrize("value", [0.66, 66.0])
 def test_returns_that_differ_by_rounding_are_equal_returns(name, value):
     # adjacent float32 values: near 66 they differ by 8e-6, which the group's deviation would scale
-    # to
-    # advantages of 0.6
+    # to advantages of 0.6
     above = float(torch.nextafter(torch.tensor(value), torch.tensor(100.0)))
     assert above > value
     assert outcomes(name, [value, above, value], [0] * 3) == [0.0] * 3

@@ -226,7 +226,7 @@ def test_rewards_of_turns_stand_on_the_turns_that_were_paid_and_sum_to_the_outco
     turns = (Turn("a", "o", 0.25, 1, 3), Turn("b", "o", 0.0, 4, 5), Turn("c", "o", 0.5, 6, 7))
     episode = replace(trajectory([1] * 8, [0, 1, 1, 0, 1, 0, 1, 0], 0.75), turns=turns)
     batch = to_batch([episode, episode], turn_rewards=True, penalty=lambda _: -0.25)
-    one = [0, 0, 0.25, 0, 0, 0, 0.25, 0]  # it belongs to the end
+    one = [0, 0, 0.25, 0, 0, 0, 0.25, 0]  # the penalty counts at the end
     assert batch.rewards.tolist() == one * 2
     assert batch.returns.tolist() == [0.5, 0.5]
     assert batch.turn[batch.action_mask].tolist() == [0, 0, 1, 2, 3, 3, 4, 5]

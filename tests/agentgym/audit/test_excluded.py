@@ -21,7 +21,7 @@ def failures(forger, step=LAST):
 
 
 def failures_relabelled_as_crashes(forger):
-    """Return a function that turns a failure into a crash, leaving the last action unanswered."""
+    """Turn all failures of the last evaluation into crashes during the last action."""
 
     def crashed(e):
         told = "http://127.0.0.1:1/step session 01234567: unreachable: connection refused"
@@ -141,7 +141,7 @@ def an_episode(task, status, success, num_turns):
 
 
 def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
-    """Relabel 301 of 2,560 episodes, as in a forged run whose success rose from 91.6 % to 100 %."""
+    """Exclude failures only: in a forged run 301 of 2,560 made 100 % success of 91.6 %."""
     valid = [an_episode(task, Status.TERMINATED, True, 6) for task in range(500)]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 11) for task in range(60)]
     checks = Checks("excluded")

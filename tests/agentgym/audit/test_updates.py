@@ -46,7 +46,7 @@ def test_what_is_not_taken_again_is_not_proven(forger, capsys):
 
 def test_an_audit_that_was_asked_for_weights_and_left_some_out_is_not_a_proof(forger):
     assert not checked(forger.cfg, 0).num_unproven
-    assert checked(forger.cfg, 2).num_unproven == 1  # the warm start
+    assert checked(forger.cfg, 2).num_unproven == 1  # the warm start is unproven
     assert not checked(forger.cfg, MANY).num_unproven
 
 

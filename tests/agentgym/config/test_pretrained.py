@@ -28,7 +28,7 @@ def test_an_override_wins_wherever_it_stands(order):
     overrides = ["rollout.max_new_tokens=7", *HUB][::order]
     cfg = load_config("params.yaml", overrides)
     assert cfg.rollout.max_new_tokens == 7
-    assert cfg.model.context_tokens == 1280  # for shorter actions
+    assert cfg.model.context_tokens == 1280  # shorter actions need less
 
 
 def test_what_a_file_says_beside_the_kind_of_model_wins(tmp_path):

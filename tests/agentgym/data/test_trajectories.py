@@ -42,9 +42,7 @@ def gpt(value, loss=True):
 
 
 def row(item_id, *replies, opening=INSTRUCTIONS):
-    """Return a published row: instructions and acknowledgment, then alternating observations and
-    replies.
-    """
+    """Return a published row: instructions, acknowledgment, then observations and replies."""
     said = [message for reply in replies for message in (human("you see"), gpt(reply))]
     return {"item_id": item_id, "conversations": [*opening, *said, human("done")]}
 

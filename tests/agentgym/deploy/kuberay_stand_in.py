@@ -1,10 +1,9 @@
-"""A stand-in for KubeRay's operator, for tests: it gives RayJobs a RayCluster in name, and runs
-their entrypoints on one local Ray cluster. It proves our client, not KubeRay.
+"""Stand-in for KubeRay's operator. Tests with it cover our client, not KubeRay.
 
-As KubeRay in HTTPMode it hands a job over once its cluster is there, copies the job's status into
-the resource's, deletes the cluster of an ended job, and ends a job whose resource is deleted.
-Where the cluster is deleted, the job's processes are killed with it, and the status remains
-RUNNING.
+It creates RayClusters that are objects only, and runs the jobs' entrypoints on one local Ray
+cluster. Like KubeRay in HTTPMode it submits a job once its cluster exists, copies the job's
+status into the resource, deletes the cluster of an ended job, and ends a job whose resource is
+deleted. If a cluster is deleted, its job's processes are killed and the status stays RUNNING.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def hollow(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_left(request):
-    """Check after each test that its namespace holds no servers."""
+    """Delete the namespace's servers after each test."""
     if "admin" not in request.fixturenames:
         yield
         return

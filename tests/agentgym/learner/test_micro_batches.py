@@ -209,7 +209,7 @@ def test_the_budget_fills_the_free_memory_by_what_an_update_took(memory):
     budget.end(4_096)
     assert budget.tokens == int(0.8 * 30 * 1024)  # 40 - 10 GiB are free, reserved blocks included
     budget.begin()
-    memory.peak = 50 * GIB  # 40 GiB for 4,096 tokens: the budget is below the minimum
+    memory.peak = 50 * GIB  # 40 GiB for 4,096 tokens: less than the minimum fits
     budget.end(4_096)
     assert budget.tokens == 4_096
 

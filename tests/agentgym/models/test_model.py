@@ -265,7 +265,7 @@ def test_a_folder_without_one_of_its_tensors_is_refused_by_the_tensors_name(
     tensors = saved(tmp_path, tokenizer, *FAMILIES[family])
     config = ModelConfig(source="hub", name=str(tmp_path))
     load_hub(config)  # tied embeddings are not missing
-    left_out = max(name for name in tensors if ".0." in name)  # of the first layer
+    left_out = max(name for name in tensors if ".0." in name)  # a tensor of the first layer
     whole = {name: tensor for name, tensor in tensors.items() if name != left_out}
     save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError) as refused:

@@ -257,7 +257,7 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
 
 
 class Slow(Scripted):
-    """Session that takes `reply_s` for each reply."""
+    """Policy that takes `reply_s` for each reply."""
 
     def __init__(self, renderer, reply_s):
         super().__init__(renderer)

@@ -56,7 +56,7 @@ async def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serv
             pool.client._post = counted
             assert await play_many(pool, 40, "together") == alone
         assert set(asked) == {"/batch"}
-        assert len(asked) < 40  # of 280 requests
+        assert len(asked) < 40  # 280 requests in fewer than 40 batches
         assert max(under_way) == 2  # the server works on one while the other is read
         assert not sessions._by_id
 

@@ -370,7 +370,7 @@ def test_each_turn_of_an_episode_that_spans_a_publish_keeps_the_version_that_sam
     policy = TorchPolicy(make_model(0), stop_ids=renderer.stop_ids, num_slots=2, context_tokens=256)
 
     class Publishing(Session):
-        """Policy whose weights are updated during its second action, and again during its third."""
+        """Session that publishes new weights during its second and its third reply."""
 
         async def step(self, action):
             reply = await super().step(action)

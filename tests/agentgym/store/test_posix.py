@@ -188,7 +188,7 @@ def test_damage_of_shared_content_is_found_in_both_and_either_is_made_whole_alon
     for manifest in (first, second):
         with pytest.raises(DigestMismatch):
             store.verify(manifest)
-    shutil.rmtree(of_key(folder, OTHER).parents[1])  # as the message says
+    shutil.rmtree(of_key(folder, OTHER).parents[1])  # the message's advice
     store.verify(commit_large(OTHER))
     with pytest.raises(DigestMismatch):
         store.verify(first)

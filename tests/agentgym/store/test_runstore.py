@@ -166,7 +166,7 @@ def test_an_unchanged_blob_is_named_again_and_not_written_again(place, store):
         first = commit(writer, 1)
         second = commit(writer, 2, blobs={"model": first.blobs["model"]})
         assert store.read(second, "model") == b"weights 1"
-        assert len(place.blobs()) == 3  # one model, two logs
+        assert len(place.blobs()) == 3  # the model once, and two logs
         with pytest.raises(BlobMissing, match="model was given as stored"):
             commit(writer, 3, blobs={"model": Blob.of(b"never stored")})
         assert writer.head == second

@@ -100,7 +100,7 @@ def test_hostile_text_is_text_on_every_page(made, view):
     ):
         check(client.get(path))
     text = check(client.get(FIRST)).text
-    assert SCRIPT in text  # as text
+    assert SCRIPT in text  # escaped as text
     assert "\\x1b[31mred" in text
     assert "user\\u202egnp.exe\\u2066\\u200bhidden" in text
     for path in (

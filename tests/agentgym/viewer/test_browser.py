@@ -169,7 +169,7 @@ def test_a_bundle_opens_from_a_file(walk, served, tmp_path):
     write_bundle(viewer, Query(item="babyai_3"), tmp_path)
     own = walk()
     own.page.goto((tmp_path / "index.html").as_uri())
-    assert own.page.evaluate("getComputedStyle(document.body).margin") == "0px"  # it has its style
+    assert own.page.evaluate("getComputedStyle(document.body).margin") == "0px"  # styles apply
     own.page.locator("a.open").first.click()
     own.page.wait_for_selector(".turn")
     own.page.get_by_role("link", name="agentgym").first.click()

@@ -49,7 +49,7 @@ def test_lists_episodes_and_tokens_are_shown_and_nothing_is_written(made, view, 
     assert ">word-16</span>" in page  # the first token of the second action
     assert client.get(f"{FIRST}/text/2/observation").text == "see: move forward done"
     assert client.get(f"{FIRST}/group").status_code == 200
-    assert sorted(names) == [TOKENIZER, "trajectories.jsonl.gz"]  # once each
+    assert sorted(names) == [TOKENIZER, "trajectories.jsonl.gz"]  # each is read once
     assert objects(made.uri) == before
     made.add([episode(2)])
     found = viewer.refresh()

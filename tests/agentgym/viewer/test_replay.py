@@ -56,7 +56,7 @@ def test_babyai_is_drawn_at_every_turn_and_agrees(replays, gold):
     drawings = [drawing_of(shot) for shot in told.shots]
     assert [each.kind for each in drawings] == ["grid"] * (turns + 1)
     assert len({each.agent for each in drawings}) > 1
-    assert viewer.replays.find(found) == told  # is kept
+    assert viewer.replays.find(found) == told  # the result is kept
     assert viewer.replays.now(found) == told
 
 
