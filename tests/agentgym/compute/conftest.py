@@ -69,9 +69,7 @@ def kill_worker_at(monkeypatch):
 
 @pytest.fixture(scope="session")
 def assert_whole():
-    """Return a check of (cfg, stages): no episode or item is lost or repeated, and the audit
-    passes.
-    """
+    """Return a check of (cfg, stages): no item is lost or repeated, and the audit passes."""
 
     def check(cfg, *names):
         store = open_store(cfg)

@@ -88,9 +88,7 @@ class StandIn:
         self._says(name, "Running", "PENDING")
 
     def _environment(self, container):
-        """Return the environment a kubelet would set: literals ($$ is $), Secrets, and `python` on
-        PATH.
-        """
+        """Return the variables a kubelet would set: literals ($$ is $), Secrets, and PATH."""
         found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         found |= {each["name"]: each["value"].replace("$$", "$") for each in container["env"]}
         for each in container["envFrom"]:
@@ -118,9 +116,7 @@ class StandIn:
         self.kube.delete(RAY_CLUSTER, self._clusters.pop(name))  # shutdownAfterJobFinishes
 
     def lose_cluster(self, name):
-        """Kill a running job and delete its cluster, as after a node failure. Return False if none
-        runs.
-        """
+        """Kill a running job and delete its cluster. Return False if none runs."""
         if name not in self._clusters:
             return False
         cluster = self._clusters[name]

@@ -35,9 +35,7 @@ KINDS = (ADAPTER, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
 
 
 def learn(plan, batch, config, steps, build):
-    """Return a learner's metrics, its stored tensors (before, after step 2, after), and the
-    weights.
-    """
+    """Return a learner's metrics, stored tensors (before, after step 2, after), and weights."""
     learner, like = build(plan), plan.adapter.base
     told = {"metrics": [], "gradients": [], "begun": kept_blobs(learner, like)}
     for step in steps:

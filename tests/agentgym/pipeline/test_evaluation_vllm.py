@@ -90,9 +90,7 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
 
 
 def agree(ours, theirs):
-    """Check that both means lie in the other's interval, and that greedy results differ by ties
-    only.
-    """
+    """Check that both means lie in the other's interval; greedy results differ by ties only."""
     assert (ours.coverage, theirs.coverage) == (1.0, 1.0)
     for key in ("greedy", "avg_at_4"):
         a, b = (each.numbers["babyai"]["summary"][key] for each in (ours, theirs))

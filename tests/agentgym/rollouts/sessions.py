@@ -11,9 +11,7 @@ ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 @asynccontextmanager
 async def cutting_proxy(endpoint, cuts, at=0):
-    """Forward requests to `endpoint`. While cuts[route] > 0, drop the reply to that route and close
-    the connection.
-    """
+    """Forward requests to `endpoint`, but drop replies to a route while cuts[route] > 0."""
     port = int(endpoint.rsplit(":", 1)[1])
 
     async def handle(reader, writer):

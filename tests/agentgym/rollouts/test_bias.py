@@ -30,9 +30,7 @@ BOUND = 4 * math.sqrt(VARIANCE / (BATCH * NUM_BATCHES))
 
 
 def level_of(step, item_id):
-    """Return the level that the policy draws for this item at this step: uniform on 0 .. LEVELS -
-    1.
-    """
+    """Return the policy's draw for this item and step: uniform on 0 .. LEVELS - 1."""
     return int.from_bytes(hashlib.sha256(f"{step} {item_id}".encode()).digest()[:8]) % LEVELS
 
 
@@ -159,9 +157,8 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
     versions = {turn.version for batch in batches for each in batch for turn in each.turns}
     assert versions == set(range(NUM_BATCHES)) or max_staleness
     assert abs(mean_reward(batches) - MEAN) < BOUND
-    # negative control: the third of each batch with the least latency. Actual completion order
-    # would
-    # also depend on the load of the machine.
+    # negative control: the third of each batch with the least latency. The actual order of
+    # completion would also depend on the load of the machine.
     assert mean_reward(quickest) < MEAN - BOUND
     spans = sum(len(each.versions) > 1 for batch in batches for each in batch)
     assert bool(spans) == bool(max_staleness)

@@ -146,9 +146,7 @@ def failed(code, **details):
 
 @asynccontextmanager
 async def standing_in(*replies, schema=TEXTS, status=200, refuse=None):
-    """Serve each message the next reply; None closes the connection. Return (URL, messages,
-    headers).
-    """
+    """Serve the replies in order; None closes the connection. Return (URL, messages, headers)."""
     left, came, heads = list(replies), [], []
 
     def over_http(connection, request):

@@ -146,9 +146,7 @@ def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri, link, s
 
 
 def test_writes_whose_answers_are_lost_count_once(s3_uri, link):
-    """Lose every first response of the lease, manifests and head: a retry must accept its own
-    write.
-    """
+    """Lose each first response: a retry must accept its own write."""
     link.fault = lambda method, path, number: (
         "lost" if method == "PUT" and number % 2 == 0 else None
     )

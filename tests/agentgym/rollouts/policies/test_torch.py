@@ -16,9 +16,7 @@ from tests.agentgym.rollouts.policies.asking import key, prompts
 
 @torch.no_grad()
 def greedy_alone(twin, prompt, count, stop_id):
-    """Return greedy tokens and log-probabilities of Hugging Face, recomputing the row for each
-    token.
-    """
+    """Return greedy tokens and log-probabilities of Hugging Face, without a cache."""
     ids, logprobs = list(prompt), []
     while len(logprobs) < count:
         logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0, -1], -1)
