@@ -1,6 +1,4 @@
-"""A whole run, small enough for a test: a minute of everything in seconds, with rewards and
-learning signal in it.
-"""
+"""Fixtures for a whole run that is small enough for a test and still has a learning signal."""
 
 import functools
 import json
@@ -16,7 +14,7 @@ import yaml
 from tests.waiting import text_of
 
 ROOT = Path(__file__).parents[2]
-# what recipes that explore learn from
+# recipes that explore learn from these items
 EXPLORING = {"num_items": 8, "chunk_items": 6}
 SMALL = {"dpo": {**EXPLORING, "pairs_per_step": 4}, "agent_evol": EXPLORING}
 TINY = {
@@ -42,7 +40,7 @@ TINY = {
     "validation": {"every": 2, "num_items": 4, "max_turns": 7},
     "evaluation": {
         "num_items": 12,
-        "seed": 9,  # under which a forger finds what it needs, such as a success past the horizon
+        "seed": 9,  # has all episodes that forgeries need, such as a success past the horizon
         "num_samples": 2,
         "k": [1, 2],
         "max_turns": 7,
@@ -54,8 +52,8 @@ TINY = {
 
 @pytest.fixture(scope="session")
 def drawn_once():
-    """Equal pictures of a report: each audit draws the two again, a sixth of its time, and tests
-    audit one run often.
+    """Cache the pictures of equal reports.
+    An audit redraws them, a sixth of its time, and tests audit one run often.
     """
     from agentgym.evaluation import publish
 
@@ -75,9 +73,9 @@ def drawn_once():
 
 @pytest.fixture(scope="session")
 def tiny_params(tmp_path_factory, empty_ledger, drawn_once):
-    """path, {dotted name: value} -> a params file of a tiny run whose state lies beside the
-    file, an MLflow database without runs among it.
-    endpoint: of a running server of its environment; without it each step starts a process.
+    """Return the params file of a tiny run; its folder has the state and an empty MLflow database.
+    changes: {dotted name: value}.
+    endpoint: a running server of its environment; without it each step starts one.
     """
     data = tmp_path_factory.mktemp("data")
     for name, first, count in (
@@ -111,31 +109,30 @@ def tiny_params(tmp_path_factory, empty_ledger, drawn_once):
 
 @pytest.fixture(scope="session")
 def whole_run(once, tiny_params, tiny_endpoint):
-    """The folder of a deterministic tiny run that nobody touched; `half` in it is the same run
-    after stage 1.
-    Leave it whole: `copy_run` has copies.
+    """Folder of a finished, deterministic tiny run; its `half` is that run after stage 1.
+    Read only: modify a copy made by `copy_run`.
     """
     from agentgym.config import load_config
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import steps_of
 
     def build(folder):
-        # a limit that every step breaks: the run tells of an alarm
+        # every step breaks this limit, so the run has an alarm
         changes = {"deterministic": True, "alarms": {"min_entropy": 10.0}}
         cfg = load_config(tiny_params(folder, tiny_endpoint, **changes))
         for name in steps_of(cfg):
             assert str(run_step(name, cfg)) == "ran"
             if name == "stage-1":
                 shutil.copytree(folder, folder / "half")
-        tiny_params(folder, **changes)  # others read it when that server is gone
+        tiny_params(folder, **changes)  # other tests read this file when that server has ended
 
     return once("whole", build)
 
 
 @pytest.fixture(scope="session")
 def started(once, tiny_params, tiny_endpoint):
-    """A folder of a tiny run with everything before the first stage done. Copy it, leave it
-    whole: a run of other parameters uses of a copy what is the same for both.
+    """Folder of a tiny run, finished up to its first stage.
+    Read only: copy it. Runs of other parameters reuse the steps whose keys are equal.
     """
     from agentgym.config import load_config
     from agentgym.pipeline.run import run_step
@@ -150,9 +147,7 @@ def started(once, tiny_params, tiny_endpoint):
 
 @pytest.fixture(scope="session")
 def copy_run(whole_run, move_artifacts):
-    """copy_run(folder, half=False) -> folder, with a run of its own that was `whole_run` or its
-    half.
-    """
+    """Return a function that copies `whole_run`, or its half, into a folder and returns that."""
 
     def copy(folder, half=False):
         source = whole_run / "half" if half else whole_run
@@ -166,8 +161,8 @@ def copy_run(whole_run, move_artifacts):
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
-    """A Ray cluster of one node with a dashboard and a token, as somebody else would run it;
-    one for all tests.
+    """Ray cluster of one node with a dashboard and a token, started outside the run.
+    All tests share it.
     """
     import tempfile
 
@@ -185,7 +180,7 @@ def ray_cluster(tmp_path_factory):
         "PYTHONPATH": "",
     }
     with (
-        # a long path would not fit a socket's name
+        # a Unix socket's name must be short
         tempfile.TemporaryDirectory(prefix="agr-", dir="/tmp") as folder,
         owned_process(
             [sys.executable, "-c", CLUSTER, folder, str(place)], log_path=log, env=environment
@@ -212,7 +207,7 @@ sys.stdin.read()
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Where it is, and what it asks for."""
+    """Addresses and token of a Ray cluster."""
 
     address: str
     dashboard: str
@@ -221,7 +216,7 @@ class RayCluster:
 
 @pytest.fixture(scope="session")
 def forger_of():
-    """forger_of(cfg) -> a `tests/agentgym/forger.py` Forger of that run."""
+    """Return a function that makes a Forger (tests/agentgym/forger.py) of a run."""
     from tests.agentgym.forger import Forger
 
     return Forger
@@ -229,7 +224,7 @@ def forger_of():
 
 @pytest.fixture(scope="session")
 def family_of():
-    """family_of(name) -> a tokenizer of a family of `tests/agentgym/families.py`."""
+    """Return a function that makes a tokenizer of a family in tests/agentgym/families.py."""
     from tests.agentgym.families import tokenizer_of
 
     return functools.cache(tokenizer_of)
@@ -237,7 +232,7 @@ def family_of():
 
 @pytest.fixture
 def make_learner(make_model):
-    """make_learner(optimizer, seed, settings of LearnerConfig) -> a LocalLearner of 10 steps."""
+    """Return a function of (optimizer, seed, LearnerConfig settings) that makes a LocalLearner."""
     from agentgym.config import LearnerConfig
     from agentgym.learner.learner import LocalLearner
     from tests.agentgym.learner.learning import OPTIMIZER
@@ -249,7 +244,7 @@ def make_learner(make_model):
 
 @pytest.fixture(scope="session")
 def tiny_endpoint(serving):
-    """A server of a tiny run's environment; a step that is not given it starts one as a process."""
+    """Server of a tiny run's environment. Without it, each step starts a server process."""
     with serving("babyai", TINY["env"]["options"]) as (endpoint, _):
         yield endpoint
 

@@ -1,7 +1,7 @@
-"""Tokenizers and chat templates of the shapes that families of models have, made on the spot.
+"""Tokenizers and chat templates shaped like those of common model families, made on the spot.
 
-The templates do in few words what the published ones do with system, user and assistant messages.
-Added tokens, special or not, and the blanks they take are theirs; so is how text is split.
+The templates treat system, user and assistant messages as the published ones do, in fewer
+words. Added tokens, their blanks and the text splitting are the family's own.
 """
 
 import json
@@ -29,7 +29,7 @@ QWEN25 = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful"
     " assistant.<|im_end|>\n{% endif %}" + PLAIN + ANSWER
 )
-# thoughts stay behind the last question alone, where the last answer always has one
+# thoughts remain only after the last question; the last answer always has one
 QWEN3 = """{%- set last = namespace(question=0) -%}
 {%- for m in messages if m.role == 'user' %}{% set last.question = messages.index(m) %}{% endfor -%}
 {%- for m in messages %}
@@ -167,8 +167,8 @@ def words(*tokens):
 @dataclass(frozen=True)
 class Family:
     template: str
-    # how text is split: qwen2 (a class of its own), bytes, digits (bytes, digits alone),
-    # prepend (SentencePiece: a blank before each text), first (one before the first), gemma
+    # text splitting: qwen2 (its own class), bytes, digits (bytes, each digit alone),
+    # prepend (SentencePiece: a blank before each text), first (before the first only), gemma
     kind: str
     eos: str
     tokens: list[AddedToken] = field(default_factory=list)
@@ -187,9 +187,9 @@ BEGIN = {"bos": "<|begin_of_text|>", "tokens": LLAMA_TOKENS}
 FAMILIES = {
     "qwen2.5": Family(QWEN25, "qwen2", "<|im_end|>", words(*TOOLS)),
     "qwen3": Family(QWEN3, "qwen2", "<|im_end|>", words(*TOOLS, *THINK)),
-    # Qwen3-...-Instruct-2507: never thinks
+    # Qwen3-...-Instruct-2507: without thoughts
     "qwen3-instruct": Family(PLAIN + ANSWER, "qwen2", "<|im_end|>", words(*TOOLS, *THINK)),
-    # Qwen3-...-Thinking-2507: the answer's beginning opens a thought
+    # Qwen3-...-Thinking-2507: the generation prompt opens a thought
     "qwen3-thinking": Family(
         QWEN3[: QWEN3.index("{%- if add_generation_prompt")]
         + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}",
@@ -252,7 +252,7 @@ FAMILIES = {
 
 
 def tokenizer_of(name):
-    """A tokenizer that splits text as the family's does, with its added tokens."""
+    """Return a tokenizer that splits text as the family's does, with its added tokens."""
     family = FAMILIES[name]
     if family.kind == "qwen2":
         base = Qwen2Tokenizer(
@@ -286,7 +286,7 @@ def of_bytes(*before):
 
 
 def sentencepiece(normalizer, split, special, **fields):
-    """BPE over characters, and over bytes for others; blanks are ▁."""
+    """Return a BPE over characters, with byte fallback; blanks are ▁."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
     inner.train_from_iterator(

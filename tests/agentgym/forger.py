@@ -1,4 +1,4 @@
-"""Somebody who can write to a run's store and to its ledger, and who is careful."""
+"""A forger with write access to a run's store and MLflow, who updates everything derived."""
 
 import json
 import sqlite3
@@ -19,7 +19,7 @@ LEFT = {"pages", "registry", "decisions"}
 
 
 class Forger:
-    """Changes a run and then everything that would give the change away by a digest."""
+    """Changes a run, and then every digest that would show the change."""
 
     def __init__(self, cfg):
         self.cfg = cfg
@@ -37,15 +37,13 @@ class Forger:
         return self.folder(step) / "blobs" / {**manifest.blobs, **manifest.records}[name].digest
 
     def episodes(self, step, seq):
-        """Of a commit; a plan and a result have none."""
+        """Return the episodes of a commit; a plan and a result have none."""
         if TRAJECTORIES not in self.commits(step)[seq].records:
             return []
         return decode_trajectories(self.blob(step, seq, TRAJECTORIES).read_bytes())
 
     def rewrite(self, step, seq, name, data):
-        """New content, its file name, its digest in the manifest, the manifest's own and
-        whatever follows from that.
-        """
+        """Replace content, its file name, and the digests of all manifests that depend on it."""
         manifest = self.commits(step)[seq]
         part = "records" if name in manifest.records else "blobs"
         changed = {**getattr(manifest, part), name: Blob.of(data)}
@@ -57,9 +55,7 @@ class Forger:
         self.follow({manifest.digest: self.commits(manifest.step)[manifest.seq].digest})
 
     def save(self, manifest):
-        """And what says of later commits that they follow it, and the tag that names the last
-        one.
-        """
+        """Write a manifest, relink the commits after it, and update the tag of the last one."""
         folder, old = self.folder(manifest.step) / "manifests", self.commits(manifest.step)
         before = old[manifest.seq - 1].records_digest if manifest.seq else ""
         for commit in [manifest, *old[manifest.seq + 1 :]]:
@@ -69,9 +65,7 @@ class Forger:
         self.sql("update tags set value = ? where value = ?", before, old[-1].records_digest)
 
     def follow(self, renamed):
-        """Keys, parents and folders of later steps, and the tags in MLflow that name any of
-        them.
-        """
+        """Update keys, parents and folders of later steps, and the MLflow tags that name them."""
         finals = {}
         for name, step in steps_of(self.cfg).items():
             key = key_of(step, self.cfg, finals)
@@ -93,14 +87,14 @@ class Forger:
                 self.sql(f"update {table} set value = ? where value = ?", new, old)
 
     def edit(self, step, seq, index, **changes):
-        """One episode of one commit."""
+        """Change one episode of one commit. Return its name in error texts."""
         episodes = self.episodes(step, seq)
         episodes[index] = replace(episodes[index], **changes)
         self.rewrite(step, seq, TRAJECTORIES, encode_trajectories(episodes))
         return f"{step} commit {seq} {episodes[index].item.item_id} sample {episodes[index].sample}"
 
     def metric(self, step, seq, ledger=True, **values):
-        """A number in the spool and, where he thinks of it, in MLflow."""
+        """Change a number in the spool and, if `ledger`, in MLflow."""
         points = decode_points(self.blob(step, seq, METRICS).read_bytes())
         for name, value in values.items():
             points[0].metrics[name] = value
@@ -114,7 +108,7 @@ class Forger:
         self.rewrite(step, seq, METRICS, encode_points(points))
 
     def undeliver(self, time_ms, name=None):
-        """Points of MLflow as if they had never come there, in the runs table, too."""
+        """Delete points from MLflow, also from its table of latest values."""
         which = "timestamp = ?" + (" and key = ?" if name else "")
         self.sql(f"delete from metrics where {which}", time_ms, *([name] if name else []))
         columns = "key, value, timestamp, step, is_nan, run_uuid"
@@ -125,7 +119,7 @@ class Forger:
         )
 
     def report(self):
-        """Page and pictures anew from what the store says now, in the store and in MLflow."""
+        """Draw the page and its pictures again, in the store and in MLflow."""
         store, table = open_store(self.cfg), steps_of(self.cfg)
         finals = {name: self.commits(name)[-1] for name in table["report"].parents}
         for name, data in report_files(self.cfg, store, finals, run_key(self.cfg), table).items():
@@ -138,8 +132,8 @@ class Forger:
             return database.execute(statement, values).fetchall()
 
     def caught(self, *names, **options):
-        """What the checks in `names` say; no other check may fail but those of what he leaves as it
-        was: traces, descriptions, the model's files, decisions. Every episode is replayed.
+        """Audit with all episodes replayed. Return the failures of the checks in `names`.
+        No other check may fail, except those in LEFT: the forger leaves their content unchanged.
         """
         self.report()
         report = audit(self.cfg, **{"num_episodes": None, **options})
@@ -151,7 +145,7 @@ class Forger:
         return {check.name: " | ".join(check.failures) for check in report.checks if not check.ok}
 
     def result(self, step, final):
-        """What follows from the episodes of an evaluation, whatever its result says now."""
+        """Return the result that follows from the episodes of an evaluation."""
         store, commits = open_store(self.cfg), self.commits(step)
         plan = plan_of(store, commits)
         slots = played_slots(store, plan, commits)
@@ -159,7 +153,7 @@ class Forger:
         return Result(plan.identity, slots, numbers, {**plan.about, "valid": True})
 
     def evaluation(self, step):
-        """(commit, index, episode) of everything that was played."""
+        """Return (commit, index, episode) of every episode of an evaluation."""
         return [
             (commit.seq, index, each)
             for commit in self.commits(step)
@@ -167,9 +161,7 @@ class Forger:
         ]
 
     def reevaluate(self, step, changed):
-        """Other episodes, (commit, index) -> episode, and all numbers that follow from them,
-        wherever they are told.
-        """
+        """Replace episodes, {(commit, index): episode}, and all numbers derived from them."""
         for commit in self.commits(step):
             episodes = self.episodes(step, commit.seq)
             if not episodes:

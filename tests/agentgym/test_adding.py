@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 GUIDES = dict(
     re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/adding.md").read_text(), re.S | re.M)
 )
-# one instruction: where, in a sentence, then the block that goes there
+# an instruction: a sentence with the position, then the block to insert
 BLOCK = re.compile(
     r"(?P<where>[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
 )
@@ -43,13 +43,13 @@ COPIED = (
     "data/make_standin.py",
 )
 SHORT = {
-    "deterministic": True,  # what is learned does not depend on how busy the machine is
+    "deterministic": True,  # results do not depend on the load of the machine
     "warm_start": {"num_demos": 60, "steps": 80, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "fixed", "max_turns": [5], "stage_steps": [2]},
     "evaluation": {"num_items": 6, "num_samples": 1, "k": [1], "max_turns": 5},
     "validation": {"every": 0},
 }
-# each command of the program, until one fails: what they printed
+# runs commands of the program until one fails, and prints their outputs
 MAIN = """
 import ast, contextlib, io, json, sys
 from agentgym.cli import main
@@ -66,14 +66,14 @@ print(json.dumps(printed))
 
 @dataclass
 class Copy:
-    """The sources as a reader of the guides has them."""
+    """Copy of the sources, as a reader of the guides has them."""
 
     folder: Path
     touched: set[str] = field(default_factory=set)
     commands: list[str] = field(default_factory=list)
 
     def follow(self, guide):
-        """Put every block where its sentence says, then format as the page asks."""
+        """Insert every block of the guide at its position, then format the files."""
         for block in BLOCK.finditer(GUIDES[guide]):
             if block["language"] == "sh":
                 self.commands += block["text"].splitlines()
@@ -95,11 +95,11 @@ class Copy:
         return " ".join(name for name in sorted(self.touched) if name.endswith(".py"))
 
     def counted(self):
-        """What a guide's row in the page's table counts."""
+        """Return the files that count in the page's table."""
         return {name for name in self.touched if not name.startswith("tests/")}
 
     def run(self, command, code=0, **more):
-        """One line as the page has it. Result: what it printed."""
+        """Run one line of the page. Return its output."""
         return self.ended(["bash", "-o", "pipefail", "-c", command], code, **more)
 
     def ended(self, words, code=0, **more):
@@ -120,8 +120,8 @@ class Copy:
         return ended.stdout
 
     def run_all(self):
-        """Result: what each command printed. Those of `agentgym` run one after the other in one
-        process, so that its imports are paid for once.
+        """Return the outputs of all commands.
+        Commands of `agentgym` share one process, which pays for its imports once.
         """
         others = [line for line in self.commands if not line.startswith("agentgym ")]
         said = {line: self.run(line) for line in others}
@@ -130,7 +130,7 @@ class Copy:
         return [said[line] if line in said else next(printed) for line in self.commands]
 
     def points(self, step="stage-1", **algorithm):
-        """The metrics of a step's commits under these settings, in order."""
+        """Return the metrics of a step's commits under these settings, in order."""
         store = open_store(load_config(self.folder / "params.yaml"))
         (head,) = (
             each
@@ -162,7 +162,7 @@ def make_copy(tiny_params, empty_ledger):
             source, target = ROOT / name, folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, target)  # with what Python compiled of it
+                shutil.copytree(source, target)  # compiled files included
             else:
                 shutil.copy(source, target)
         shutil.copy(ROOT / "pyproject.toml", folder)
@@ -178,15 +178,15 @@ def copy(make_copy, tmp_path):
     return make_copy(tmp_path / "project")
 
 
-# whose commands run one after the other; `A step` last: it evaluates, and an audit of a run that
-# has not got so far would find evaluations that are another's
+# guides whose commands run one after the other. `A step` is last: it evaluates, and an audit of a
+# run before that step would find another run's evaluations.
 TRAINING = ("A metric", "An advantage", "A loss", "A training loop", "A step")
 
 
 @pytest.fixture(scope="module")
 def followed(make_copy, tmp_path_factory):
-    """One copy with these guides and what their commands printed, by guide: together they train
-    in one process on one warm start.
+    """A copy that follows these guides, and the outputs of their commands by guide.
+    Together they train in one process from one warm start.
     """
     copy, said = make_copy(tmp_path_factory.mktemp("followed") / "project"), {}
     lines = {}
@@ -359,7 +359,7 @@ def test_the_table_says_how_many_files_each_guide_touches(copy):
     }
     assert counts["An advantage"] == counts["A loss"] == 2
     assert counts["A training loop"] == counts["An environment"] == 3
-    # all guides together, as they stand after `ruff format`
+    # all guides together, after `ruff format`
     copy.run(f"ruff check {copy.python()}")
     copy.run("lint-imports")
 

@@ -1,6 +1,4 @@
-"""Runs in trouble: real training that raises alarms, one that stops itself and goes on, and what
-tells of them afterwards.
-"""
+"""Runs with real alarms: one stops itself and resumes, and MLflow and the audit report them."""
 
 import time
 from dataclasses import replace
@@ -28,9 +26,7 @@ STAGE = "stage-1"
 
 @pytest.fixture(scope="module")
 def begin(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
-    """begin(*overrides) -> the parameter file and the configuration of a run whose warm start is
-    done.
-    """
+    """Return a function of overrides: (params file, config) of a run after its warm start."""
 
     def make(*overrides, folder=None, deterministic=True):
         folder = folder or tmp_path_factory.mktemp("alarmed")
@@ -57,7 +53,7 @@ def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_a
         "rollout.token_numbers_frac=1",
         "alarms.max_zero_variance_frac=0.5",
         "alarms.max_success_drop=0.05",
-        "alarms.min_entropy=10",  # more than any
+        "alarms.min_entropy=10",  # above any entropy
     )
     run_step(STAGE, cfg)
     points = points_of(cfg)
@@ -84,10 +80,10 @@ def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_a
     assert checked(record).counted > 3 * 21
     last = points[-1]
     for name, value in {
-        "alarm/zero_variance": 0.51,  # not what its points say
-        "alarm/zero_variance_limit": 1.0,  # which it did not break
-        "alarm/gradient": 40.0,  # without a limit
-        "alarm/boredom": 1.0,  # no alarm
+        "alarm/zero_variance": 0.51,  # contradicts its points
+        "alarm/zero_variance_limit": 1.0,  # a limit it did not exceed
+        "alarm/gradient": 40.0,  # its limit is missing
+        "alarm/boredom": 1.0,  # no such alarm
     }.items():
         forged = replace(last, metrics={**last.metrics, name: value})
         assert checked(replace(record, points={**record.points, 20: [forged]})).num_failures
@@ -115,7 +111,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
     def slower(learner, batch, *, step):
         began = time.monotonic()
         told = step_of(learner, batch, step=step)
-        if step > 21:  # as if another program came
+        if step > 21:  # like another program's load
             time.sleep(12 * median(took))
         took.append(time.monotonic() - began)
         return told
@@ -126,7 +122,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
         "warm_start.steps=41",
         "warm_start.batch_size=2",
         "store.commit_every=1000",
-        "alarms.max_gradient_factor=0.001",  # less than any
+        "alarms.max_gradient_factor=0.001",  # below any
     )
     for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
@@ -154,20 +150,20 @@ def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same
     said = capsys.readouterr().err
     assert "failed: AlarmStop: alarm update_kl at optimizer step 3: actor/update_kl" in said
     assert "the same command continues from there" in said
-    # committed, whatever store.commit_every says, and told in MLflow
+    # committed despite store.commit_every, and delivered to MLflow
     marked = points_of(cfg)
     assert [point.step for point in marked] == [1, 2, 3]
     tracker = tracker_of(cfg)
     key = key_of(steps_of(cfg)[STAGE], cfg, finished(cfg, open_store(cfg)))
     for tags in ({"run_key": run_key(cfg), "kind": "pipeline"}, {"step_key": key}):
-        # nobody is at work on it, and it does not look alive
+        # the run has stopped and is not shown as running
         shown = tracker.client.get_run(tracker.find_run(tags))
         assert shown.info.status == "FAILED"
         assert "AlarmStop: alarm update_kl at optimizer step 3" in shown.data.tags[ENDED]
     run = parent_run(cfg, run_key(cfg))
     assert "alarm update_kl" in tracker.client.get_run(run).data.tags["alarm.update_kl"]
     assert ("alarm/update_kl", 3) in {(name, step) for name, step, _, _ in tracker.points(run)}
-    with pytest.raises(AlarmStop):  # again: nothing was changed
+    with pytest.raises(AlarmStop):  # unchanged limits stop it again
         run_step(STAGE, cfg)
     assert points_of(cfg) == marked
     _, warned = begin(*usual, "alarms.max_update_kl=1e-9", folder=tmp_path)

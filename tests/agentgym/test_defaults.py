@@ -1,4 +1,4 @@
-"""Every process of ours keeps its state in the project and tells nobody of it."""
+"""Every process keeps its state in the project and sends no telemetry."""
 
 import gc
 import io
@@ -52,7 +52,7 @@ class Answers(Handler):
 
 @pytest.fixture
 def own_server():
-    """The address of a server of ours on loopback."""
+    """Address of a server on loopback."""
     with http_server(Answers) as address:
         yield address
 
@@ -61,15 +61,15 @@ def own_server():
 def test_behind_an_office_proxy_servers_of_this_machine_are_asked_directly(
     own_server, listed, tmp_path, monkeypatch
 ):
-    away = "http://127.0.0.1:9"  # nothing answers there
+    away = "http://127.0.0.1:9"  # nothing listens there
     proxies = dict.fromkeys(("HTTP_PROXY", "http_proxy", "HTTPS_PROXY", "ALL_PROXY"), away)
     monkeypatch.setattr(os, "environ", {**proxies, **listed})
     set_process_defaults(tmp_path)
-    # Prefect asks with httpx, MLflow and Ray with requests, checks of addresses with urllib
+    # Prefect uses httpx, MLflow and Ray requests, and address checks urllib
     assert httpx.get(own_server).text == "here"
     assert requests.get(own_server, timeout=10).text == "here"
     assert urllib.request.urlopen(own_server, timeout=10).read() == b"here"
-    # whatever is elsewhere, a bucket on S3 for one, goes the way the user named
+    # other hosts, such as a bucket on S3, use the proxy that the user named
     assert not urllib.request.proxy_bypass("s3.eu-west-1.amazonaws.com")
     assert urllib.request.getproxies()["https"] == away
     assert bool(urllib.request.proxy_bypass("corp.example")) == bool(listed)
@@ -118,7 +118,7 @@ print(json.dumps([before - resident(), faults]))
 
 @pytest.fixture(scope="module")
 def measured():
-    """(MiB given back of 240 that were freed, page faults of 60 blocks of 4 MiB in turn)."""
+    """(MiB returned of 240 that were freed, page faults of 60 blocks of 4 MiB in turn)."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""Every environment, and several at once, are learned from, resumed and audited like BabyAI."""
+"""Every environment, and several at once, can be trained, resumed and audited like BabyAI."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ SMALL = {
         "max_turns": 6,
     },
 }
-SHORT = {**SMALL["warm_start"], "steps": 20}  # where success is not asked for
+SHORT = {**SMALL["warm_start"], "steps": 20}  # for tests that need no success
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
 BABYAI = {"name": "babyai", "options": {"levels": ["GoToRedBallNoDists"]}}
 TEXTCRAFT = {
@@ -51,15 +51,13 @@ WEBARENA = {"name": "webarena", "options": {"max_observation_chars": 100}}
 
 @pytest.fixture
 def params(tiny_params, tmp_path):
-    """(environments, **changes) -> the configuration of a small run on them, with lists of
-    items of their own.
-    """
+    """Return a function of (environments, **changes) that configures a small run with own items."""
 
     def make(*envs, **changes):
         data = tmp_path / "data"
         for env in envs:
             if list(data.glob(f"*/{env['name']}_*.json")):
-                continue  # the test's own
+                continue  # the test wrote its own lists
             for name, ids in (("train", range(100)), ("eval", range(200, 230))):
                 place = data / name / f"{env['name']}_{'train' if name == 'train' else 'test'}.json"
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +75,8 @@ def params(tiny_params, tmp_path):
 
 
 def train(cfg):
-    """From the data to the registered model, and the audit.
-    Result: metrics of the three optimizer steps.
+    """Run all steps up to the registered model, then audit.
+    Return the metrics of the three optimizer steps.
     """
     for name in BEFORE:
         run_step(name, cfg)
@@ -86,7 +84,7 @@ def train(cfg):
 
 
 def train_on(cfg):
-    """As `train`, once there is a model that imitates."""
+    """Run `train` from a finished warm start on."""
     for name in (
         "stage-1",
         "stage-2",
@@ -110,7 +108,7 @@ def train_on(cfg):
 
 @pytest.mark.parametrize(
     ("env", "max_new_tokens", "observation_tokens", "entropy_coef"),
-    # so small a model finds no answer in SearchQA
+    # this model is too small to answer SearchQA
     [(TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],
     ids=["textcraft", "searchqa"],
 )
@@ -131,16 +129,14 @@ def test_three_updates_on_each_environment_pass_the_audit(
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
-    # one short document does not always hold the answer
+    # one short document does not always contain the answer
     assert done["demonstrate"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)  # the weights moved
 
 
 def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_such(params):
-    """TextCraft gives up after two steps, long before the horizon: the critic values the state
-    it stopped in.
-    """
+    """Stop TextCraft after two steps, before the horizon: the critic evaluates the final state."""
     textcraft = {
         **TEXTCRAFT,
         "options": {**TEXTCRAFT["options"], "max_steps": 2, "goals": ["paper", "melon seeds"]},
@@ -161,7 +157,7 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
     cut = [episode for episode in episodes if episode.status is Status.ENV_LIMIT]
     assert cut
     assert {len(episode.turns) for episode in cut} == {2}
-    # the state it stopped in was read
+    # the final state was read
     assert all(len(episode.input_ids) > episode.turns[-1].end for episode in cut)
     (point,) = decode_points(store.read(commit, METRICS))
     assert point.metrics["rollout/env_limit_frac"] == len(cut) / len(episodes)
@@ -172,8 +168,8 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("chromium")
 def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
-    """A few lines of each page, tasks of at most five actions, few episodes: each action is a
-    real browser's; the audit replays on a server that it starts.
+    """Use a real browser, with few lines per page, short tasks and few episodes.
+    The audit replays on a server that it starts.
     """
     webarena = ROOT / "envs/webarena"
     short = [
@@ -209,7 +205,7 @@ def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
-    # some need to scroll, and run out of turns
+    # some tasks need scrolling and exceed the turns
     assert done["demonstrate"].results["expert_success"] > 0.7
     assert all(row["rollout/env_error_frac"] == 0 for row in metrics)
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in metrics)
@@ -227,7 +223,7 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
         "algorithm": {"recipe": "reinforce++"},
         "warm_start": SHORT,
     }
-    alone = params(*mixed, **changes)  # a step starts a server of each
+    alone = params(*mixed, **changes)  # each step starts its own servers
     for name in BEFORE:
         run_step(name, alone)
     with contextlib.ExitStack() as stack:
@@ -280,7 +276,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
             "max_turns": 9,
         },
     }
-    served = {"max_sessions": 4}  # so many games are prepared
+    served = {"max_sessions": 4}  # also the number of games to prepare
     with (
         serving("babyai", BABYAI["options"], **served) as (grid, _),
         serving("sciworld", SCIWORLD["options"], **served) as (science, _),
@@ -299,7 +295,7 @@ def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
-    assert done["demonstrate"].results["expert_success"] > 0.7  # nine turns do not always do
+    assert done["demonstrate"].results["expert_success"] > 0.7  # nine turns are sometimes too few
     for row in metrics:
         assert row["rollout/babyai/num_episodes"] == row["rollout/sciworld/num_episodes"] == 2 * 4
         assert row["rollout/env_error_frac"] == 0

@@ -1,4 +1,4 @@
-"""What a forger who recomputes every digest, number, page and tag cannot do without being found."""
+"""The audit finds a forger who recomputes every digest, number, page and tag."""
 
 import json
 import re
@@ -35,31 +35,30 @@ def failures(forger, step=LAST):
 
 
 def success_of(forger, wanted, step=LAST):
-    """A successful sample of the same item, or of any."""
+    """Return a successful sample that `wanted` accepts, or None."""
     found = [e for _, _, e in forger.evaluation(step) if e.success and e.sample and wanted(e)]
     return found[0] if found else None
 
 
 def winning(episode):
-    """The same episode, had its last action been rewarded."""
+    """Return the episode with its last action rewarded."""
     turns = (*episode.turns[:-1], replace(episode.turns[-1], reward=1.0))
     return replace(episode, turns=turns, reward=1.0, success=True, status=Status.TERMINATED)
 
 
 def relabelled(episode, like):
-    """Another episode under the name of this one."""
+    """Return another episode under the name of this one."""
     return replace(like, item=episode.item, sample=episode.sample, temperature=episode.temperature)
 
 
 def the_old_draw(forger, seq, count):
-    """Which episodes of a commit every audit used to replay: a function of the seed."""
+    """Return the episodes of a commit that older audits replayed: a function of the seed."""
     salt = int.from_bytes(LAST.encode(), "little") % 2**63 + seq + 1
     drawn = np.random.Generator(np.random.Philox(key=[forger.cfg.seed, salt]))
     return set(drawn.permutation(len(forger.episodes(LAST, seq)))[:count].tolist())
 
 
-# --- the forgeries: each changes the last evaluation and says which episode it changed first
-# --------------------------
+# --- forgeries: each changes the last evaluation and returns the name of its first episode
 
 
 def success_in_last_turns_that_no_replay_looked_at(forger):
@@ -105,7 +104,7 @@ def a_success_of_another_item(forger):
 
 
 def played_anew(forger, **changes):
-    """The last evaluation under other settings, from the same checkpoint: commit -> episodes."""
+    """Repeat the last evaluation with other settings. Return {seq: episodes}."""
     here = forger.cfg.state_dir
     there = shutil.copytree(here, here.with_name(f"{here.name}-anew"))
     overrides = [
@@ -113,7 +112,7 @@ def played_anew(forger, **changes):
         *(f"evaluation.{name}={value}" for name, value in changes.items()),
     ]
     cfg = load_config(here / "params.yaml", overrides)
-    run_step("evaluate-warm-start", cfg)  # its baseline
+    run_step("evaluate-warm-start", cfg)  # the baseline of LAST
     run_step(LAST, cfg)
     store = open_store(cfg)
     commits = store.history(LAST, finished(cfg, store)[LAST].key)
@@ -134,7 +133,7 @@ def the_best_of_many_seeds(forger):
 
 
 def a_longer_horizon(forger):
-    """Whoever had failed by the horizon plays on."""
+    """Let episodes that failed at the horizon continue."""
     anew = played_anew(forger, max_turns=11)
     changed = {
         (seq, i): replace(e, max_turns=forger.cfg.evaluation.max_turns)
@@ -148,7 +147,7 @@ def a_longer_horizon(forger):
 
 
 def on_page(forger, change):
-    """The page after a change of its text, in the store and in MLflow, and nothing else anew."""
+    """Change the page's text in the store and in MLflow, and nothing else."""
     forged = change(forger.blob("report", 0, PAGE).read_bytes())
     forger.rewrite("report", 0, PAGE, forged)
     for path in (forger.cfg.state_dir / "mlflow-artifacts").rglob(PAGE):
@@ -239,16 +238,15 @@ def test_a_picture_by_another_matplotlib_is_not_checked_and_the_page_around_it_i
 
 
 def test_equal_texts_alone_are_honest(forger):
-    """A policy that leaves little to chance says the same twice; the random numbers tell that
-    from a copy.
+    """Accept repeated texts of a nearly deterministic policy.
+    The random numbers distinguish them from copies.
     """
     texts = [(e.item, e.input_ids) for _, _, e in forger.evaluation(LAST)]
     assert len(set(texts)) < len(texts)
     said = {check.name: check for check in audit(forger.cfg, num_episodes=1).checks}
     assert said["sampling"].ok
     assert said["sampling"].counted > 1000
-    # the tokens of the second step of each stage were sampled by weights that the stage's end
-    # pruned
+    # tokens of each stage's second step came from weights that the end of the stage pruned
     num_pruned = sum(
         e.item.split == "train" for step in ("stage-1", "stage-2") for e in forger.episodes(step, 1)
     )
@@ -268,7 +266,7 @@ def test_each_audit_draws_anew_and_its_seed_repeats_it(forger, capsys):
     counted = [
         next(c["counted"] for c in report["checks"] if c["name"] == "replay") for report in reports
     ]
-    # comparisons made, of other turns where other episodes are drawn
+    # comparisons; other episodes have other numbers of turns
     assert counted[2] == counted[3]
     assert main(["audit", "--episodes", "all", "--rescore", "1", *params]) == 0
     shown = capsys.readouterr().out
@@ -311,19 +309,19 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
         r"^not checked +sampling +0\n +not checked: draws of a step \(\d+\), engine torch does not"
     )
     assert re.search(told, said, re.MULTILINE)
-    # MLflow's pages and the gate have what was played before
+    # MLflow's pages and the gate's decision still hold the earlier results
     failed = set(re.findall(r"^FAILED +(\w+)", said, re.MULTILINE))
     assert failed <= {"pages", "registry", "decisions"}
 
 
 def test_a_report_whose_names_lead_out_of_its_folder_is_not_exported(forger):
-    """Whoever handed over the store would have written to the home of its reader."""
+    """Refuse it: whoever made the store could write into its reader's home."""
     from flows.shell import _export_report
 
     path = forger.folder("report") / "manifests" / "000000.json"
     tree = json.loads(path.read_bytes())
     tree["records"]["../../../escaped"] = tree["records"][PAGE]
-    del tree["follows"], tree["records_digest"]  # no digest is in its way
+    del tree["follows"], tree["records_digest"]  # without digests that would fail first
     path.write_text(json.dumps(tree))
     with pytest.raises(ManifestError, match=r"name '../../../escaped' is no plain file name"):
         _export_report(forger.cfg, finished(forger.cfg, open_store(forger.cfg))["report"])

@@ -1,4 +1,4 @@
-"""Training on one device, in this process: a CUDA device, and the CPU as its twin."""
+"""Training on one device in this process: on a CUDA device, and on the CPU for comparison."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.integration
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = {
     "grpo": ["algorithm.recipe=grpo"],
-    # a critic that warms up would leave the policy as it is
+    # during critic warm-up the policy would not change
     "ppo": ["algorithm.recipe=ppo", "algorithm.critic_warmup_steps=0"],
 }
 

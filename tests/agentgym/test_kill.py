@@ -1,6 +1,4 @@
-"""A run that is killed and started again ends where one that nobody touched ends, and leaves
-nothing behind.
-"""
+"""A run that is killed and restarted ends like one without kills, and leaves no processes."""
 
 import os
 import random
@@ -29,8 +27,8 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.integration
 
 GONE_WITHIN_S = 30.0
-OWNER = "AGENTGYM_TEST_OWNER"  # in the environment of every process a driver starts
-MOMENTS = {  # in the order in which one run meets them
+OWNER = "AGENTGYM_TEST_OWNER"  # set for every process that a driver starts
+MOMENTS = {  # in the order in which a run reaches them
     "rollout": "inside the rollouts of stage 1's second step",
     "manifest": "after the weights and before the manifest of stage 1's second commit",
     "evaluation": "inside the second chunk of the evaluation of stage 1",
@@ -113,7 +111,7 @@ for name in steps.steps_of(cfg):
 
 
 class Driver:
-    """Runs every step of a params file in a process of its own."""
+    """Runs every step of a params file in another process."""
 
     def __init__(self, params):
         self.params = params
@@ -136,13 +134,13 @@ class Driver:
             )
 
     def run(self, moment="never"):
-        """Result: return code, what it said."""
+        """Return (return code, output)."""
         with self.start(moment) as process:
             said = process.stdout.read()
         return process.returncode, said
 
     def assert_nothing_is_left(self):
-        """No process that a driver started, and nobody listening where its environments did."""
+        """Check that no process of a driver runs and that no port of its environments is open."""
         wait_until(
             lambda: not (self.processes() or self.ports()),
             GONE_WITHIN_S,
@@ -221,9 +219,7 @@ def untouched(whole_run):
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory, tiny_params):
-    """The same run, killed at every moment and started again each time.
-    What it said at last is with it.
-    """
+    """A run that is killed at every moment and restarted: (configuration, outputs by moment)."""
     driver = Driver(tiny_params(tmp_path_factory.mktemp("killed"), deterministic=True))
     cfg = load_config(driver.params)
     said = {}
@@ -259,7 +255,7 @@ def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, k
                 ]
                 assert logs[0] == logs[1]
     last = ours["stage-2"][-1]
-    # kept while a run goes on with it: from commit to commit, and from stage to stage
+    # optimizer states are kept while the run needs them: between commits and between stages
     assert [
         [OPTIMIZER in each.blobs for each in ours[name]] for name in ("stage-1", "stage-2")
     ] == [
@@ -286,7 +282,7 @@ def test_each_restart_goes_on_from_the_last_commit(killed):
     assert "commit evaluate-stage-1 1" in said["evaluation"]
     assert "evaluate-stage-1 is resumed at commit 2" in said["ledger"]
     assert "commit evaluate-stage-1 1" not in said["ledger"]
-    assert "commit stage-2 0" not in said["ledger"] + said["end"]  # made, but nobody was told
+    assert "commit stage-2 0" not in said["ledger"] + said["end"]  # committed, but not announced
     assert "stage-2 is resumed at commit 1" in said["end"]
     assert said["end"].count(" is done") == list(said["end"].splitlines()).index("commit stage-2 1")
 
@@ -314,7 +310,7 @@ def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(
     chance = random.Random(seed)
     for _ in range(2):
         with driver.start() as process:
-            for _ in range(chance.randrange(1, 14)):  # commits to let pass
+            for _ in range(chance.randrange(1, 14)):  # commits to wait for
                 while (line := process.stdout.readline()) and not line.startswith("commit"):
                     pass
             time.sleep(chance.uniform(0, 1))

@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands work, and what it quotes is in the sources."""
+"""docs/operations.md: its commands work, and its quotations occur in the sources."""
 
 import ast
 import os
@@ -25,7 +25,7 @@ GAP = "…"
 
 @pytest.fixture(scope="module")
 def sources():
-    """(every text of the sources, with a gap for what is filled in; names of classes)."""
+    """(texts of the sources, with a gap for inserted values; names of classes)."""
     texts, classes = set(), {"RuntimeError", "FloatingPointError"}
     for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
@@ -41,13 +41,13 @@ def sources():
 
 
 def quoted(text):
-    """What stands between one backtick, or two, which may hold others."""
+    """Return the text between single backticks, or double ones, which may contain single ones."""
     found = re.fullmatch(r"`` (.*) ``|`([^`]*)`", text.strip())
     return found[1] or found[2]
 
 
 def is_said(text, sources):
-    """Whether the sources say it; logging's and f-strings' places are gaps alike."""
+    """Return True if the sources contain the text; inserted values count as gaps."""
     return any(text in re.sub(r"%(?:\.\d+)?[a-z]", GAP, each) for each in sources[0])
 
 
@@ -102,7 +102,7 @@ def test_every_number_to_watch_is_measured(sources):
     assert len(names) == 9
     for name in names:
         prefix, _, last = name.partition("/")
-        # by its whole name, under the prefix of its section, or without what Prometheus adds
+        # full name, name without its section's prefix, or name without Prometheus' suffix
         known = (name, f"{GAP}/{last}", f"{prefix}/{GAP}", name.removesuffix("_total"))
         assert any(each in sources[0] for each in known), name
 
@@ -126,7 +126,7 @@ def test_a_setting_it_names_exists():
     sections = [name for name, value in tree.items() if isinstance(value, dict)]
     named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)`", PAGE))
     assert len(named) > 10
-    # of recipes that explore; a file; a tag
+    # settings of exploring recipes; a file; a tag
     named -= {"algorithm.num_items", "evaluation.png", "evaluation.question"}
     assert [
         path for path in named if path.partition(".")[2] not in tree[path.partition(".")[0]]

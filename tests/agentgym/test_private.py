@@ -1,4 +1,4 @@
-"""The state folder is its owner's alone, whatever was there before and whoever writes in it."""
+"""Only the owner can access the state folder, whatever existed before and whatever writes there."""
 
 import os
 import stat
@@ -21,9 +21,7 @@ def mode(path):
 
 
 def makes_like_dvc(folder):
-    """What `dvc` does for its site_cache_dir: 0777 with the umask off, also for the folders
-    above.
-    """
+    """Create a folder as `dvc` does: mode 0777 with umask 0, including its parents."""
     code = (
         f"import os; os.umask(0); os.makedirs({str(folder)!r}, mode=0o777, exist_ok=True);"
         f" open({str(folder / 'cache.db')!r}, 'w')"
@@ -73,7 +71,7 @@ def test_what_another_user_left_in_an_open_one_is_named(tmp_path):
         ConfigError, match=f"was open to others, and .*{planted} belongs to user {NOBODY}"
     ):
         private_folder(tmp_path / ".agentgym")
-    assert mode(tmp_path / ".agentgym") == 0o700  # nothing more can be planted meanwhile
+    assert mode(tmp_path / ".agentgym") == 0o700  # closed already, so nothing can be planted
 
 
 @as_root

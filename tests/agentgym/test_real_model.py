@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct in bfloat16, as its folder stands: evaluated, trained and audited."""
+"""SmolLM2-135M-Instruct in bfloat16 as published: evaluated, trained and audited."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ SETTINGS = {
     },
     "horizon": {"kind": "fixed", "max_turns": [2], "stage_steps": [3]},
     "optimizer": {"lr": 2e-5, "warmup_steps": 0},
-    # two turns solve nothing: without it no step would change a weight
+    # two turns solve nothing: without this term no step would change a weight
     "algorithm": {"entropy_coef": 0.01, "minibatches": 1},
     "validation": {"every": 0},
     "evaluation": {"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 2},
@@ -95,14 +95,14 @@ def test_the_folder_is_evaluated_trained_and_passes_its_audit(folder, params, en
     failed = [check for check in report.checks if not check.ok]
     assert not failed, failed
     checks = {check.name: check for check in report.checks}
-    assert checks["rescore"].counted >= 8  # weights between are not kept
+    assert checks["rescore"].counted >= 8  # weights between these are not kept
     if engine == "torch":
         assert checks["sampling"].counted >= 60
         refuse_forgeries(cfg)
 
 
 def refuse_forgeries(cfg):
-    """Episodes exchanged between samples, and log-probabilities of a milder temperature."""
+    """Refuse exchanged samples, and log-probabilities of a lower temperature."""
     store = open_store(cfg)
     steps = read_steps(cfg, store, Checks("content"), Checks("lineage"))
     record = next(record for record in steps if record.name == "stage-1")
@@ -135,7 +135,7 @@ def loaded(folder):
 
 @pytest.fixture
 def pair(loaded):
-    """(engine without environments, learner) that start from the same weights."""
+    """(engine without environments, learner) with the same weights."""
     checkpoint, twin = loaded
     learner = LocalLearner(checkpoint.model, OptimizerConfig(), total_steps=10)
     kept = {name: each.clone() for name, each in learner.weights().items()}
@@ -160,7 +160,7 @@ def train(learner, lr):
 
 
 def half(model, weights):
-    """Load every second tensor alone."""
+    """Load every second tensor only."""
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name in list(weights)[::2]:

@@ -1,4 +1,4 @@
-"""Episodes are read back as they were written, those of earlier versions too, one at a time."""
+"""Episodes are read back unchanged, one at a time, including those of earlier versions."""
 
 import gzip
 import io
@@ -24,7 +24,7 @@ from agentgym.types import Item, Learned, Status, Trajectory, Turn
 
 
 def episode(number, turns=12, *, info=True, times=True):
-    """As a run has them: `turns` turns of six tokens and observations of 30 characters."""
+    """Return an episode with `turns` turns of six tokens and observations of 30 characters."""
     own, ids = [], [number % 97] * 20
     for turn in range(turns):
         start = len(ids)
@@ -75,7 +75,7 @@ def times_of(each):
 
 
 def schema_1(each):
-    """A line as versions before records had a schema wrote it."""
+    """Return a line as versions before schema numbers wrote it."""
     row = asdict(each)
     for name in ("id", "learned"):
         del row[name]
@@ -167,7 +167,7 @@ def test_a_small_file_that_unfolds_to_much_is_refused_before_it_fills_memory(mon
     good = gzip.decompress(encode_trajectories([episode(1)]))
     for bomb in (
         gzip.compress(b" " * 2**26),  # one line
-        gzip.compress(good * (2**24 // len(good)), 9),  # as many whole ones
+        gzip.compress(good * (2**24 // len(good)), 9),  # as many whole lines
     ):
         tracemalloc.start()
         with pytest.raises(RecordError, match="it was made to fill memory"):
@@ -196,7 +196,7 @@ def test_a_record_that_was_cut_off_is_refused():
 
 
 def test_reading_one_episode_holds_one():
-    """A reader of many does not hold them all, and nothing of tracking or servers is loaded."""
+    """Read many episodes without keeping them, and without loading tracking or server modules."""
     data = encode_trajectories([episode(number) for number in range(2_000)])
     program = """
 import sys, tracemalloc

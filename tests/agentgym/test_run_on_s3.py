@@ -1,4 +1,4 @@
-"""A whole run whose store is on S3 is the run it would be on disk."""
+"""A whole run with its store on S3 equals the same run on disk."""
 
 import os
 import shutil
@@ -86,7 +86,7 @@ def test_a_run_on_s3_survives_a_kill_keeps_a_second_learner_out_and_ends_as_on_d
         "mlflow.db",
         "params.yaml",
     ]
-    # a clone with another MLflow has everything from the bucket
+    # a clone with another MLflow gets everything from the bucket
     (tmp_path / "outputs").mkdir()
     for name, manifest in finished(cfg, open_store(cfg)).items():
         text = pointer(cfg, Outcome(steps_of(cfg)[name], manifest, "done"))

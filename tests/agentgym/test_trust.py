@@ -32,7 +32,7 @@ def test_credentials_go_to_no_tracking_server_that_the_file_alone_names():
     told = untrusted_address("", uri, secret)
     assert told.startswith("tracking.uri https://mlflow.example is on another machine")
     assert "secret" not in told
-    assert untrusted_address("", uri, {}) is None  # there is nothing to send
+    assert untrusted_address("", uri, {}) is None  # no secret to send
     assert untrusted_address("", uri, {"MLFLOW_TRACKING_TOKEN": ""}) is None
     assert untrusted_address("", "http://127.0.0.1:5000", secret) is None
     assert untrusted_address("", "sqlite:///mlflow.db", secret) is None
@@ -58,7 +58,7 @@ def test_no_option_of_a_store_names_an_address_a_path_or_a_variable(env, options
     refused = refused or options
     assert unowned(env, options, []) == refused
     assert unowned(env, options, [{}, {**options, next(iter(refused)): "another"}]) == refused
-    assert unowned(env, options, [{"seed": 1, **refused}]) == {}  # the owner says the same
+    assert unowned(env, options, [{"seed": 1, **refused}]) == {}  # the owner set the same
 
 
 def test_options_that_choose_among_what_an_environment_has_are_taken_from_a_store():
@@ -71,7 +71,7 @@ def test_options_that_choose_among_what_an_environment_has_are_taken_from_a_stor
         assert unowned(env, options, []) == {}
 
 
-# words of closed lists, numbers, and the name of a browser that the machine has
+# words of closed lists, numbers, and the name of an installed browser
 CHOICES = {
     "babyai": {"levels", "view", "actions", "reward"},
     "sciworld": {"tasks", "max_moves", "reward", "protocol"},

@@ -1,4 +1,4 @@
-"""What crosses the rooms: ids as AgentGym writes them, and a token that no text shows."""
+"""Shared types: AgentGym's item ids, and a token whose text stays hidden."""
 
 import json
 import pickle

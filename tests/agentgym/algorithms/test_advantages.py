@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out on paper."""
+"""Advantages compared with hand-computed values."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from agentgym.algorithms.batch import Batch, Experience
 
 
 def experience(sequences, groups, env_ids=None, **more):
-    """sequences: the rewards of each sequence's action tokens; a list among them is a turn."""
+    """Build sequences from the rewards of their action tokens; a nested list is one turn."""
     rows = [[each if isinstance(each, list) else [each] for each in row] for row in sequences]
     if not any(isinstance(each, list) for row in sequences for each in row):
         rows = [[row] for row in sequences]
@@ -45,7 +45,7 @@ def advantages(name, sequences, groups, gamma=1.0, **more):
 
 
 def outcomes(name, returns, groups):
-    """Of sequences with one action token each."""
+    """Return the advantages of sequences with one action token each."""
     return advantages(name, [[value] for value in returns], groups)
 
 
@@ -93,7 +93,7 @@ def test_reinforce_plus_plus_discounts_over_action_tokens_and_whitens_over_the_b
 
 
 def test_reinforce_plus_plus_sees_what_is_paid_per_token():
-    # gamma 1: a penalty of 0.1 on the first of two tokens counts for that token only
+    # gamma 1: a penalty of 0.1 on the first of two tokens affects that token only
     # sequence 0: G = 0.9, 1.0
     # sequence 1: G = 0
     got = advantages("reinforce++", [[-0.1, 1.0], [0.0]], [0, 1])
@@ -147,7 +147,7 @@ def test_with_gamma_and_lambda_one_the_critics_target_is_the_outcome_however_wro
 def test_gae_over_turns_by_hand():
     # gamma 0.9, lambda 0.5
     # sequence 0: turns of 2 and 1 tokens, rewards 0.1 + 0.2 = 0.3 and 1, terminated
-    #   values of the states 0.5, 0.4 (a turn's later tokens have no state: their 9 is ignored)
+    # values of the states 0.5, 0.4 (later tokens of a turn have no state: their 9 is ignored)
     #   A_1 = delta_1 = 1 - 0.4 = 0.6
     #   delta_0 = 0.3 + 0.36 - 0.5 = 0.16
     #   A_0 = 0.16 + 0.45 * 0.6 = 0.43
@@ -165,7 +165,7 @@ def test_gae_over_turns_by_hand():
     mean = sum(plain) / 5
     std = math.sqrt(sum((value - mean) ** 2 for value in plain) / 4)
     assert got.tolist() == pytest.approx([(value - mean) / std for value in plain], abs=1e-5)
-    # negative control: over tokens the discount is taken within a turn, too
+    # negative control: per-token GAE would also discount within a turn
     assert ADVANTAGES["gae"](given, settings(0.9, 0.5))[1].tolist() != pytest.approx(
         targets.tolist(), abs=0.1
     )
@@ -200,16 +200,16 @@ def test_gae_without_a_critic_is_refused():
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])
 def test_a_group_of_equal_returns_gets_exact_zeros(name, value):
-    # 0.1 summed seven times is not 0.7 in float32; a rounding error over eps must not become an
-    # advantage
+    # the float32 sum of seven times 0.1 is not 0.7; a rounding error divided by eps must not become
+    # an advantage
     assert outcomes(name, [value] * 7, [0] * 7) == [0.0] * 7
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++-baseline"])
 @pytest.mark.parametrize("value", [0.66, 66.0])
 def test_returns_that_differ_by_rounding_are_equal_returns(name, value):
-    # neighbours in float32; of 66 they are 8e-6 apart, which the group's deviation would blow up to
-    # advantages of 0.6
+    # adjacent float32 values: near 66 they differ by 8e-6, which the group's deviation would scale
+    # to advantages of 0.6
     above = float(torch.nextafter(torch.tensor(value), torch.tensor(100.0)))
     assert above > value
     assert outcomes(name, [value, above, value], [0] * 3) == [0.0] * 3
@@ -253,5 +253,5 @@ def test_each_environment_is_whitened_among_its_own(name):
     assert advantages(name, sequences, groups, env_ids=envs, **critic) == pytest.approx(
         expected, abs=1e-4
     )
-    # negative control: together, the environment with the larger rewards decides
+    # negative control: normalized together, the environment with the larger rewards dominates
     assert advantages(name, sequences, groups, **critic)[0] != pytest.approx(0.707107, abs=0.1)

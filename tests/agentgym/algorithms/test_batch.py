@@ -1,4 +1,4 @@
-"""What enters a batch, and where its rewards lie."""
+"""Tests for what enters a batch and for the positions of its rewards."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def test_the_outcome_lies_on_the_last_action_token_not_on_the_observation_after_
 
 
 def test_a_reward_on_an_observation_token_would_be_lost():
-    """Negative control: the placement on the last attended token gives a return of 0."""
+    """Negative control: placing it on the last attended token gives a return of 0."""
     batch = to_batch([trajectory([7, 8, 9], [0, 1, 0], reward=0.7)])
     batch.rewards[:] = torch.tensor([0, 0, 0.7])
     assert batch.returns.tolist() == [0]
@@ -147,7 +147,7 @@ def test_only_groups_whose_rewards_differ_carry_signal():
     assert [sequence.item.task_id for sequence in telling(sequences)] == [2, 2]
 
 
-# the outcome of SciWorld added up on two ways through one task
+# the outcome of one SciWorld task, summed along two paths
 ROUNDED = [0.08 + 0.08 + 0.5, 0.16 + 0.42 + 0.08, 0.66, 0.6600000000000001]
 
 
@@ -160,7 +160,7 @@ def test_rewards_that_differ_by_rounding_carry_no_signal():
         *group(4, 0.0, 1e-5),
     ]
     assert [sequence.item.task_id for sequence in telling(sequences)] == [3, 3, 4, 4]
-    # of hundreds float32 keeps five decimals
+    # float32 keeps five decimals of values in the hundreds
     assert not telling(group(1, 99.99999, 100.0))
 
 
@@ -226,7 +226,7 @@ def test_rewards_of_turns_stand_on_the_turns_that_were_paid_and_sum_to_the_outco
     turns = (Turn("a", "o", 0.25, 1, 3), Turn("b", "o", 0.0, 4, 5), Turn("c", "o", 0.5, 6, 7))
     episode = replace(trajectory([1] * 8, [0, 1, 1, 0, 1, 0, 1, 0], 0.75), turns=turns)
     batch = to_batch([episode, episode], turn_rewards=True, penalty=lambda _: -0.25)
-    one = [0, 0, 0.25, 0, 0, 0, 0.25, 0]  # the penalty is of the whole, at its end
+    one = [0, 0, 0.25, 0, 0, 0, 0.25, 0]  # the penalty counts at the end
     assert batch.rewards.tolist() == one * 2
     assert batch.returns.tolist() == [0.5, 0.5]
     assert batch.turn[batch.action_mask].tolist() == [0, 0, 1, 2, 3, 3, 4, 5]
@@ -237,7 +237,7 @@ def test_rewards_of_turns_stand_on_the_turns_that_were_paid_and_sum_to_the_outco
 
 
 def batch():
-    """Two sequences: o a a o a and o a."""
+    """Return two sequences, with o for observation and a for action: o a a o a and o a."""
     mask = torch.tensor([False, True, True, False, True, False, True])
     zeros = torch.zeros(7)
     return Batch(

@@ -1,4 +1,4 @@
-"""Losses and their bookkeeping against numbers worked out on paper."""
+"""Losses and their metrics compared with hand-computed values."""
 
 import math
 from types import SimpleNamespace
@@ -65,9 +65,9 @@ def test_the_two_bounds_are_separate():
     ("ratio", "advantage", "loss", "gradient"),
     [
         (5.0, -2.0, 6.0, 0.0),  # 10 without the second clip, -3 A with it, and no gradient
-        (2.0, -2.0, 4.0, 4.0),  # below it nothing changes
-        (0.5, -2.0, 1.6, 0.0),  # nor on the other side
-        (5.0, 2.0, -2.56, 0.0),  # nor where the advantage is positive
+        (2.0, -2.0, 4.0, 4.0),  # smaller ratios are unaffected
+        (0.5, -2.0, 1.6, 0.0),  # as are small ratios with a negative advantage
+        (5.0, 2.0, -2.56, 0.0),  # and positive advantages
     ],
 )
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage(ratio, advantage, loss, gradient):
@@ -96,11 +96,11 @@ def test_clip_fractions_count_a_token_where_clipping_takes_its_gradient(dual_cli
     expected = CLIPPED | ({"clip_frac_dual": [8]} if dual_clip else {})
     expected["clip_frac"] = sorted(index for places in expected.values() for index in places)
     assert {name: flags.nonzero()[:, 0].tolist() for name, flags in binds.items()} == expected
-    # the loss says the same: no gradient although the advantage is not 0
+    # autograd agrees: no gradient although the advantage is not 0
     loss.sum().backward()
     flat = (logprobs.grad == 0) & (torch.tensor(ADVANTAGES) != 0)
     assert flat.tolist() == binds["clip_frac"].tolist()
-    # negative control: with the sign of the advantage ignored, twice as many
+    # negative control: ignoring the sign of the advantage counts twice as many
     outside = sum(ratio < 0.8 or ratio > 1.28 for ratio in RATIOS)
     assert (outside, int(binds["clip_frac"].sum())) == ((8, 4) if dual_clip else (8, 3))
 
@@ -109,8 +109,8 @@ def test_clip_fractions_count_a_token_where_clipping_takes_its_gradient(dual_cli
     ("value", "loss", "gradient"),
     [
         (0.55, 0.5 * 0.45**2, -0.45),  # within 0.2 of the old 0.5
-        (0.9, 0.5 * 0.3**2, 0.0),  # moved too far towards the target of 1: held at 0.7
-        (0.1, 0.5 * 0.9**2, -0.9),  # moved away: the plain error is the worse one
+        (0.9, 0.5 * 0.3**2, 0.0),  # moved too far towards the target of 1: clipped at 0.7
+        (0.1, 0.5 * 0.9**2, -0.9),  # moved away: the unclipped error is larger
     ],
 )
 def test_the_clipped_value_loss_takes_the_worse_of_the_two(value, loss, gradient):
@@ -161,7 +161,7 @@ def test_one_token_far_from_the_reference_costs_ten_nats_and_no_more(log_ratio, 
 
 
 def test_k1_and_k3_are_unbiased_as_values_and_k2_is_not():
-    """Policy (0.8, 0.2) against reference (0.5, 0.5): KL = 0.192745; sampled from the policy."""
+    """Sample from policy (0.8, 0.2) against reference (0.5, 0.5): KL = 0.192745."""
     policy, reference = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()
     means = {name: float(kl_penalty(policy, reference, name).mean()) for name in ("k1", "k2", "k3")}
     assert means["k1"] == pytest.approx(0.192745, abs=1e-5)
@@ -182,7 +182,7 @@ def test_preference_loss_by_hand():
 
 
 def test_constant_aggregation_divides_by_the_same_length_for_every_row():
-    # two sequences act: each token counts 1 / (10 * 2), long sequences more than short ones
+    # two sequences have actions: each token weighs 1 / (10 * 2), so long sequences weigh more
     assert aggregation_weights(
         torch.tensor([0, 0, 0, 2]), 3, "constant", 10
     ).tolist() == pytest.approx([0.05] * 4)
@@ -254,7 +254,7 @@ def test_each_correction_by_hand(correction, cap, floor, expected):
 
 
 def loss_of(function, ratios, advantages, sequence, **bounds):
-    """(losses, gradients with respect to the log-probabilities of their sum, what is logged)."""
+    """Return the losses, the gradients of their sum by log-probability, and the metrics."""
     logprobs = torch.tensor(ratios).log().requires_grad_()
     actions = Actions(
         logprobs, torch.zeros(len(ratios)), torch.tensor(advantages), torch.tensor(sequence)
@@ -273,16 +273,16 @@ def test_gspo_has_one_ratio_for_a_sequence_and_clips_all_of_it():
     ratios, gain = [1.2, 1.25, 2.0, 0.5], [1.0, 1.0, -2.0, -2.0]
     losses, gradients, logged = loss_of(gspo, ratios, gain, [0, 0, 1, 1], **bounds)
     assert losses == pytest.approx([-1.1, -1.1, 2.0, 2.0], abs=1e-5)
-    # of the sum of the tokens' losses: twice that of the mean
+    # gradients of the sum of the token losses: twice those of the mean
     assert gradients == pytest.approx([0.0, 0.0, 2.0, 2.0], abs=1e-5)
     assert logged["clip_frac_high"].tolist() == [True, True, False, False]
-    # negative control: token by token the first of sequence 1 would be outside, and unequal
+    # negative control: per token, the first token of sequence 1 would be clipped and differ
     one = loss_of(gspo, ratios, gain, [0, 1, 2, 3], **bounds)[0]
     assert one[2:] == pytest.approx([4.0, 1.8], abs=1e-5)
 
 
 def test_cispo_weighs_every_token_and_drops_none():
-    # ratios 3, 1.5, 0.2 with weights in [0, 1 + 1]: 2, 1.5, 0.2; gradient -weight * A of each
+    # ratios 3, 1.5, 0.2 with weights in [0, 1 + 1]: 2, 1.5, 0.2; each gradient is -weight * A
     gain = [1.0, -1.0, 2.0]
     losses, gradients, logged = loss_of(
         cispo, [3.0, 1.5, 0.2], gain, [0, 0, 1], clip_low=1.0, clip_high=1.0
@@ -315,7 +315,7 @@ def test_mismatch_against_hand_values():
     assert gap["kl"] == pytest.approx(0.25, abs=1e-6)
     assert gap["max_abs"] == pytest.approx(math.log(2), abs=1e-6)
     assert gap["ess"] == pytest.approx(0.735294, abs=1e-6)
-    assert gap["capped_frac"] == 0.5  # the weight of 2, which truncation makes 1.9
+    assert gap["capped_frac"] == 0.5  # the weight of 2, truncated to 1.9
     # 1.22 and 0.82
     assert (
         mismatch(torch.tensor([0.2, 0.05, 0.0, -0.2]), torch.zeros(4), cap=2.0)["outside_frac"]
@@ -324,8 +324,8 @@ def test_mismatch_against_hand_values():
 
 
 def test_mismatch_is_measured_from_the_engine_and_never_negative():
-    """E_engine[k3] = KL(engine || learner); with engine (0.8, 0.2) and learner (0.5, 0.5): 0.8
-    ln 1.6 + 0.2 ln 0.4 = 0.192745.
+    """Check E_engine[k3] = KL(engine || learner).
+    With engine (0.8, 0.2) and learner (0.5, 0.5): 0.8 ln 1.6 + 0.2 ln 0.4 = 0.192745.
     """
     engine, learner = torch.tensor([0.8] * 4 + [0.2]).log(), torch.tensor([0.5] * 5).log()
     assert mismatch(learner, engine, cap=2.0)["kl"] == pytest.approx(0.192745, abs=1e-5)

@@ -1,6 +1,4 @@
-"""A recipe is a row of our table, or what an installed package offers under its name; two rewards
-are equal where they differ by no more than rounding.
-"""
+"""Tests for built-in and installed recipes, and for comparing rewards up to rounding."""
 
 import pytest
 import torch
@@ -64,11 +62,11 @@ def test_an_unknown_recipe_names_the_known_ones():
         (0.0, 1.0, True),
         (0.0, 1e-6, False),  # the tolerance at 0
         (0.0, 2e-6, True),
-        (1.0, 1.0 + 2e-6, False),  # at 1 it is 3e-6
+        (1.0, 1.0 + 2e-6, False),  # at 1 the tolerance is 3e-6
         (1.0, 1.0 + 4e-6, True),
-        (1000.0, 1000.001, False),  # a float32 sum of a thousand rounds by more
+        (1000.0, 1000.001, False),  # the rounding error of a float32 sum near 1000 is larger
         (-1.0, 1.0, True),
-        (1.0, 0.0, False),  # high must be above low
+        (1.0, 0.0, False),  # high must exceed low
     ],
 )
 def test_a_difference_is_more_than_the_rounding_of_what_is_compared(low, high, told):

@@ -1,4 +1,4 @@
-"""An honest run passes its audit, which says what it looked at and writes nothing."""
+"""An honest run passes its audit, which lists what it checked and writes nothing."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The audit of a run's decisions, where other stores decide on the same registered model."""
+"""Tests for auditing a run's decisions when several stores decide on one registered model."""
 
 import json
 import os
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 
 def checked(cfg):
-    """The check of a run's decisions."""
+    """Return the check of a run's decisions."""
     store, found, others = open_store(cfg), Checks("decisions"), Checks("others")
     check_decisions(cfg, store, run_key(cfg), read_steps(cfg, store, others, others), found)
     assert found.counted > 3
@@ -43,7 +43,7 @@ def params(copy_run, tmp_path, tiny_params):
 
 
 def test_a_second_store_on_one_mlflow_leaves_the_audit_of_the_first_whole(params, tmp_path):
-    """As where a local store is followed by a bucket: the same run, registered from both."""
+    """Register one run from two stores, as when a local store is replaced by a bucket."""
     first, there = load_config(params), tmp_path / "second/store"
     assert failures(first) == []
     shutil.copytree(first.store.path, there)
@@ -59,7 +59,7 @@ def test_a_second_store_on_one_mlflow_leaves_the_audit_of_the_first_whole(params
 
 
 def test_what_a_second_store_overwrote_before_histories_lay_apart_is_no_forgery(params):
-    """And a decision that was changed where an earlier release put it still is one."""
+    """Accept a rewritten decision at the earlier path unless its content changed."""
     cfg = load_config(params)
     promotions = promotions_of(cfg, open_store(cfg))
     client, (entry,) = promotions.tracker.client, promotions.history.entries()
@@ -81,7 +81,7 @@ def test_what_a_second_store_overwrote_before_histories_lay_apart_is_no_forgery(
 
 
 def add_a_decision(cfg, **changes):
-    """A promotion of version 2 that judges itself by outcomes of nobody."""
+    """Add a promotion of version 2 whose evidence no evaluation produced."""
     promotions = promotions_of(cfg, open_store(cfg))
     (first,) = promotions.history.entries()
     known = Evidence.from_json(first.decision["evidence"])
@@ -115,7 +115,7 @@ def test_a_decision_that_does_not_say_where_its_evidence_is_proves_nothing(param
     cfg = load_config(params)
     add_a_decision(cfg, made_in=None)
     check = checked(cfg).check()
-    assert check.num_unproven == 2  # of both versions
+    assert check.num_unproven == 2  # one for each version
     assert check.word != "ok"
     assert main(["audit", "--params", str(params), "--episodes", "1", "--rescore", "1"]) != 0
     assert "not checked: evaluation of version 2 in decision 2" in capsys.readouterr().out

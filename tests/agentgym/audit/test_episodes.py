@@ -1,4 +1,4 @@
-"""A forged episode contradicts itself, its token ids or the environment that plays it again."""
+"""A forged episode contradicts itself, its token ids or a replay in its environment."""
 
 import asyncio
 from dataclasses import replace
@@ -15,7 +15,7 @@ from envs.wire import FAMILY, INVALID
 
 
 def played(forger, step="stage-1", seq=0, status=Status.MAX_TURNS):
-    """An episode that failed by its horizon: index, episode."""
+    """Return (index, episode) of an episode that failed at its horizon."""
     return next(
         (i, e)
         for i, e in enumerate(forger.episodes(step, seq))
@@ -103,4 +103,4 @@ def test_a_forged_family_or_a_hidden_invalid_action_contradicts_the_environment(
             (failure,) = said([forged, *told[1:]])
             assert "here turn 1: info that results are made of" in failure
             assert family in failure
-        assert said(old, id="") == ()  # of a version whose records have none
+        assert said(old, id="") == ()  # records of this version have no id

@@ -1,4 +1,4 @@
-"""Episodes that were left out are few, are played again, and are nobody's choice."""
+"""Excluded episodes are few, are replayed, and do not depend on their outcome."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def failures(forger, step=LAST):
 
 
 def failures_relabelled_as_crashes(forger):
-    """With the last action left without an answer, as an honest crash leaves it."""
+    """Turn all failures of the last evaluation into crashes during the last action."""
 
     def crashed(e):
         told = "http://127.0.0.1:1/step session 01234567: unreachable: connection refused"
@@ -71,7 +71,7 @@ def test_what_was_left_out_is_held_to_the_limit_and_played_to_its_real_end(forge
 
 @pytest.mark.slow
 def test_a_crash_after_the_environment_had_ended_the_task_is_none(forger):
-    """A failure under another name, in an episode that had come to its end."""
+    """Reject a failure labeled as a crash if its episode had already ended."""
     seq, index, episode = next(
         each for each in forger.evaluation(LAST) if each[2].status is Status.TERMINATED
     )
@@ -141,7 +141,7 @@ def an_episode(task, status, success, num_turns):
 
 
 def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
-    """As in the run that was forged: 301 of 2,560 relabelled, 91.6 % success became 100 %."""
+    """Exclude failures only: in a forged run 301 of 2,560 made 100 % success of 91.6 %."""
     valid = [an_episode(task, Status.TERMINATED, True, 6) for task in range(500)]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 11) for task in range(60)]
     checks = Checks("excluded")
@@ -159,7 +159,7 @@ def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
 
 
 def test_crashes_that_fall_as_chance_has_it_are_none():
-    """A server that dies takes neighbours with it: all samples of few items, failures or not."""
+    """Crash all samples of a few items, failed or not, as a dying server does."""
     valid = [
         an_episode(task, Status.TERMINATED, task % 3 > 0, 4 if task % 3 else 12)
         for task in range(300)

@@ -1,4 +1,4 @@
-"""A check counts what it compared, names its first failures and goes on after what fails it."""
+"""A check counts its comparisons, names its first failures and continues after an error."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What MLflow holds is what was committed: a forged point, metric or model contradicts it."""
+"""MLflow holds exactly what was committed: a forged point, metric or model is found."""
 
 import pytest
 

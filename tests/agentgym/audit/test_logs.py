@@ -1,4 +1,4 @@
-"""What a first digest leaves out, a second one, a pointer in git and the chain of commits pin."""
+"""A second digest, a pointer in git and the chain of commits cover what the first digest omits."""
 
 import json
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from agentgym.tracking.points import decode_points, encode_points
 
 
 def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path):
-    """Clock times were made shorter, and every digest and tag was put right."""
+    """Shorten recorded times and recompute every digest and tag."""
     kept = tmp_path / "outputs"
     kept.mkdir()
     done, table = finished(forger.cfg, open_store(forger.cfg)), steps_of(forger.cfg)
@@ -37,7 +37,7 @@ def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path
         )
     forger.rewrite("stage-1", 0, METRICS, encode_points(points))
     forger.report()
-    assert audit(forger.cfg, num_episodes=1).ok  # a store speaks for itself
+    assert audit(forger.cfg, num_episodes=1).ok  # without pointers the store is consistent
     said = {
         check.name: check.failures
         for check in audit(forger.cfg, num_episodes=1, pointers=kept).checks
@@ -48,7 +48,7 @@ def test_a_pointer_in_git_pins_what_the_first_digest_leaves_out(forger, tmp_path
 
 
 def committed(step, at, **changes):
-    """A step with one commit, and what its pointer names."""
+    """Return a step with one commit, and the fields of its pointer."""
     fields = {"step": step, "key": "a" * 64, "seq": 0, "done": True, "created_at": at}
     empty = {name: {} for name in ("parents", "config", "state", "blobs", "results")}
     manifest = Manifest(**{**fields, **empty, "follows": "", **changes})
@@ -69,14 +69,12 @@ def committed(step, at, **changes):
 def test_a_colleagues_pointers_of_the_same_parameters_are_anothers_in_words_and_no_failure(
     tmp_path,
 ):
-    """Both ran it honestly, and clocks differ; where floats depend on time, keys and digests do
-    too.
-    """
+    """Compare two honest runs: clock times, and so keys and digests, may differ."""
     mine = [committed(step, 1000.0)[0] for step in ("prepare", "stage-1", "stage-2", "report")]
     theirs = {
         "prepare": committed("prepare", 2000.0)[1],
         "stage-1": committed("stage-1", 2000.0, key="b" * 64, results={"success": 0.5})[1],
-        "stage-2": {**committed("stage-2", 2000.0)[1], "began": None},  # of an earlier version
+        "stage-2": {**committed("stage-2", 2000.0)[1], "began": None},  # an earlier version's
         "report": {**committed("report", 2000.0)[1], "key": "c" * 64, "run": "e" * 64},
     }
     for name, names in theirs.items():
@@ -119,7 +117,7 @@ def test_a_commit_that_was_exchanged_breaks_the_chain(forger):
 def test_a_store_from_before_the_second_digest_is_told_from_one_that_has_it(forger):
     for path in forger.steps.glob("*/manifests/*.json"):
         tree = json.loads(path.read_bytes())
-        if tree["step"] == HISTORY:  # there was none
+        if tree["step"] == HISTORY:  # did not exist then
             continue
         del tree["follows"], tree["records_digest"]
         path.write_text(json.dumps(tree))

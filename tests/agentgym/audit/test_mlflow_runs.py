@@ -1,4 +1,4 @@
-"""Whoever writes to MLflow changes what a person reads there, and an audit names each of it."""
+"""The audit names every change that someone with write access makes in MLflow."""
 
 import json
 
@@ -15,7 +15,7 @@ from agentgym.pipeline.table import open_store, run_key
 RUN = "(select run_uuid from tags where key = 'step' and value = '{}')"
 PARENT = "(select run_uuid from tags where key = 'kind' and value = 'pipeline')"
 LAST, FIRST = RUN.format("evaluate-stage-2"), RUN.format("evaluate-initialize")
-# what somebody does -> its SQL, and what the audit says of it
+# edit -> its SQL, and the audit's error text
 EDITS = {
     "a higher success in the runs table": (
         f"update latest_metrics set value = 1 where key = 'eval/greedy' and run_uuid = {LAST}",
@@ -106,7 +106,7 @@ EDITS = {
         "update registered_models set description = 'certified'",
         "agentgym-babyai: description: expected",
     ),
-    "a run of another kind below it": (  # g: no id of MLflow's begins with it
+    "a run of another kind below it": (  # g: no MLflow id begins with it
         "insert into runs select 'g' || substr(run_uuid, 2), name, source_type, source_name,"
         " entry_point_name, user_id, status, start_time, end_time, source_version, lifecycle_stage,"
         f" artifact_uri, experiment_id, deleted_time from runs where run_uuid = {LAST};"
@@ -138,7 +138,7 @@ LEFT_OUT = {
 
 
 def checked(forger):
-    """What the checks on MLflow say: failures, and what they left out."""
+    """Return the failures of the MLflow checks, and what they did not check."""
     cfg = forger.cfg
     store, checks = open_store(cfg), findings.Checks("MLflow")
     steps = read_steps(cfg, store, findings.Checks("content"), findings.Checks("lineage"))
@@ -155,7 +155,7 @@ def honest(copy_run, tmp_path_factory, tiny_params, forger_of):
 
 @pytest.fixture(scope="module")
 def edited(copy_run, tmp_path_factory, tiny_params, forger_of):
-    """All edits in one copy of a run: each is of another thing."""
+    """Apply all edits to one copy of a run; each changes something else."""
     path = copy_run(tmp_path_factory.mktemp("edited"))
     forger = forger_of(load_config(tiny_params(path, deterministic=True)))
     for statements, _ in (*EDITS.values(), *LEFT_OUT.values()):
@@ -185,9 +185,9 @@ def test_an_honest_run_fails_nothing_and_names_what_no_store_has(honest):
         "tag mlflow.source.git.commit of a run",
         "tag mlflow.user of a run",
         "tag source of a run",
-        "tag store of a checkpoint",  # of a copy
+        "tag store of a checkpoint",  # the run is a copy
         "when a run began and ended",
-        "where data lies",  # of a copy
+        "where data lies",  # the run is a copy
     }
 
 

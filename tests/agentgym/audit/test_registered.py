@@ -1,4 +1,4 @@
-"""A registered model is what the store exports, wherever it is fetched."""
+"""A registered model equals the store's export, wherever it is downloaded."""
 
 import json
 import shutil
@@ -32,7 +32,7 @@ def replaced(path, old, new):
     path.write_text(text.replace(old, new, 1))
 
 
-# the file that is named -> what becomes of the folder
+# file that the audit names -> change to the folder
 EXCHANGED = {
     CHAT: lambda folder: (folder / CHAT).write_text("{{ 'obey' }}"),
     TOKENIZER: lambda folder: replaced(folder / TOKENIZER, '"id": 0', '"id": 1'),
@@ -55,7 +55,7 @@ def folder_of(forger):
 
 
 def exchange(forger, path):
-    """Somebody who writes to MLflow: the file, and its digest on the version and the model."""
+    """Change a file, and its digest on the version and the model, as a writer to MLflow could."""
     folder = folder_of(forger)
     EXCHANGED[path](folder)
     for table, key in (("model_version_tags", "key"), ("logged_model_tags", "tag_key")):
@@ -99,7 +99,7 @@ def test_an_exchanged_file_is_found_by_exporting_again_where_the_store_was_chang
     commit = forger.commits("register")[0]
     digests = lasting_digests(folder_of(forger))
     forger.rewrite("register", 0, RECORD, json.dumps(digests, sort_keys=True).encode())
-    assert commit.digest == forger.commits("register")[0].digest  # two equal runs differ in it
+    assert commit.digest == forger.commits("register")[0].digest  # covers no records
     check = registry(forger)
     named = [each for each in check.failures if "exports it" in each]
     assert sorted(each.split(": ")[1].split(" as ")[0] for each in named) == sorted(
@@ -113,7 +113,7 @@ def test_a_version_that_no_store_registered_is_not_checked_in_words(
     (folder,) = forger.steps.glob("register-*")
     shutil.rmtree(folder)
     assert fetched(forger, tmp_path / "by decision").is_dir()
-    assert not caplog.records  # the decision on it names the digests of its files
+    assert not caplog.records  # the decision names the digests of the version's files
     for folder in forger.steps.glob("promotions-*"):
         shutil.rmtree(folder)
     fetched(forger, tmp_path / "by nothing")

@@ -1,4 +1,4 @@
-"""A number that does not follow from the stored episodes is found and named."""
+"""Reported numbers that do not follow from the stored episodes are found and named."""
 
 import json
 

@@ -50,7 +50,7 @@ def test_a_forged_log_probability_is_not_the_weights(forger):
 
 
 def test_half_precision_beyond_a_hard_bound_is_judged_by_float32_arithmetic(forger):
-    episode = replace(played(forger)[1], temperature=4.0)  # that no token is near certain
+    episode = replace(played(forger)[1], temperature=4.0)  # no token is near certain
     checkpoint = load_checkpoint(open_store(forger.cfg), forger.commits("warm-start")[-1])
     exact = copy.deepcopy(checkpoint.model.bfloat16()).float()
     checkpoint = replace(checkpoint, weights=checkpoint.model)
@@ -88,6 +88,6 @@ def test_forged_weights_did_not_sample_the_evaluation_and_are_not_the_registered
     old = forger.sql("select value from model_version_tags where key = 'weights.sha256'")[0][0]
     forger.sql("update model_version_tags set value = ? where value = ?", Blob.of(data).digest, old)
     said = forger.caught("rescore", "sampling", "registry", "numbers")
-    # its validation episodes; the evaluation comes behind the first ten
+    # only its validation episodes: the evaluation is not among the first ten failures
     assert "stage-2 commit 1" in said["rescore"]
     assert "model.safetensors as stage-2 commit 1 exports it" in said["registry"]

@@ -1,4 +1,4 @@
-"""Content has its digest, and keys, commits and streams follow from one another."""
+"""Content matches its digest; keys, commits and streams are consistent."""
 
 import pytest
 

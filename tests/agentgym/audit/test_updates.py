@@ -1,4 +1,4 @@
-"""Weights are what the optimizer steps on record make of the logged episodes, or are not proven."""
+"""Weights follow from the recorded optimizer steps and episodes, or are reported as unproven."""
 
 import json
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.integration
 WEIGHTS = "model.safetensors"
 
 
-MANY = 100  # optimizer steps, more than any step of the run has
+MANY = 100  # more optimizer steps than any step of the run has
 
 
 def checked(cfg, most):
@@ -46,7 +46,7 @@ def test_what_is_not_taken_again_is_not_proven(forger, capsys):
 
 def test_an_audit_that_was_asked_for_weights_and_left_some_out_is_not_a_proof(forger):
     assert not checked(forger.cfg, 0).num_unproven
-    assert checked(forger.cfg, 2).num_unproven == 1  # the warm start
+    assert checked(forger.cfg, 2).num_unproven == 1  # the warm start is unproven
     assert not checked(forger.cfg, MANY).num_unproven
 
 
@@ -70,7 +70,7 @@ def test_a_warm_start_that_demonstrations_do_not_lead_to_is_found(forger):
     changed = {name: torch.lerp(theirs[name], ours[name], 1.01) for name in ours}
     forger.rewrite("warm-start", final.seq, WEIGHTS, save(changed))
     found = checked(forger.cfg, MANY)
-    # stages began with these weights, which led to others
+    # the stages trained from other weights, so they fail too
     assert any(each.startswith("warm-start: its weights are ") for each in found.failures)
 
 

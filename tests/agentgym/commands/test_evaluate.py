@@ -1,4 +1,4 @@
-"""`agentgym evaluate`: what is typed becomes a request, what came out an exit code."""
+"""Tests for `agentgym evaluate`: arguments become a request, results an exit code."""
 
 import argparse
 import shlex
@@ -45,7 +45,7 @@ def test_a_setting_that_is_typed_holds_for_models_that_were_not_trained_here_too
     url = "https://host/v1"
     words = [url, "--set", "rollout.max_new_tokens=64", "--set", "seed=1"]
     assert evaluate.request_of(parser.parse_args(words)).kept == ("max_new_tokens",)
-    words = [url, "rollout.instructions=true"]  # as the flow takes it
+    words = [url, "rollout.instructions=true"]  # the positional form that the flow accepts
     assert evaluate.request_of(parser.parse_args(words)).kept == ("instructions",)
     assert request(url).kept == ()
 
@@ -66,7 +66,7 @@ def test_nonsense_is_refused_in_one_line():
 
 
 def kept(folder, name, policy, *, items=1, valid=True):
-    """An evaluation whose files lie in a folder of this name."""
+    """Save an evaluation with this policy in folder/name."""
     slots = expected_slots(
         {"babyai": [Item("babyai", task) for task in range(items)]},
         {"babyai": (1,)},
@@ -86,7 +86,7 @@ def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printe
     report, compare = evaluate.next_steps(alone, "")
     assert report == f"report   {folder}/aa/report.html"
     assert "evaluate another policy by the same protocol" in compare
-    kept(folder, "bb", "expert", items=2)  # another question
+    kept(folder, "bb", "expert", items=2)  # another item set: not comparable
     kept(folder, "cc", "echo", valid=False)
     (folder / "dd").mkdir()
     (folder / "dd/result.json").write_text("{}")

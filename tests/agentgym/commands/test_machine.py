@@ -1,4 +1,4 @@
-"""`agentgym config`: every setting, and what was changed of it."""
+"""Tests for `agentgym config`: every setting, and which ones were changed."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from agentgym.config import load_config
 NEEDED = {
     "lora.target_modules": ["lora.rank=16"],
     "kuberay.priority": ["kuberay.queue=gpu-queue"],
-}  # what else an example of a setting needs
+}  # further settings that an example needs
 
 
 def test_the_command_prints_what_was_changed_beside_its_default(tmp_path, capsys):
@@ -37,7 +37,7 @@ def test_each_setting_is_described_with_its_choices_and_one_without_a_value_has_
     assert [row["name"] for row in rows if row["example"] in (None, "", [], {})] == []
     (truncated,) = (row for row in rows if row["name"] == "truncated")
     assert truncated["choices"] == ["zero", "mask", "bootstrap"]
-    for row in rows:  # an example is a value that you can set
+    for row in rows:  # every example is a valid value
         if row["example"] != row["default"]:
             path = ".".join(filter(None, (row["section"], row["name"])))
             load_config(

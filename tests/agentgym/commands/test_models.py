@@ -17,7 +17,7 @@ def params(copy_run, tmp_path, tiny_params, tiny_endpoint):
 
 
 def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
-    """One copy of the run for all of it: a model that an audit failed, forced and rolled back."""
+    """Promote, force and roll back on one copy of the run; an audit of the model failed."""
 
     def call(*words):
         code = main([*words[:1], "--params", str(params), *words[1:]])
@@ -60,9 +60,9 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
     entry = json.loads(said.out)
     assert (entry["verdict"], entry["moved"]) == ("REJECT", False)
     assert "its audit failed: numbers: x" in entry["why"]
-    assert call("promote", "2")[0] == 3  # asked again: on record
+    assert call("promote", "2")[0] == 3  # repeated: returns the recorded decision
     assert call("promote", "9")[0] == 2
-    assert call("promote", "2", "--force")[0] == 2  # without a reason
+    assert call("promote", "2", "--force")[0] == 2  # --force needs a reason
     assert call("promote", "2", "--force", "--why", "a test")[0] == 0
     assert client.get_model_version_by_alias(name, "champion").version == 2
     code, said = call("rollback", "--why", "it was one")
@@ -79,7 +79,7 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
 
 
 def test_a_forged_audit_that_passed_promotes_nothing(forger):
-    """Where the gate asks for an audit it makes one; what lies in the store only forbids."""
+    """Run a new audit where the gate requires one; a stored audit can only forbid a promotion."""
     cfg, key = forger.cfg, run_key(forger.cfg)
     forged = {"run_key": key, "ok": True, "seed": 1, "checks": [], "finals": {}}
     keep_audit(open_store(cfg), forged)

@@ -1,4 +1,4 @@
-"""A column's cell whose training is done: its two evaluations are played, found again, and told."""
+"""Tests for the two evaluations of a trained cell: they are run, found again and reported."""
 
 import json
 
@@ -25,7 +25,7 @@ CHANGES = {"num_samples": 3, "max_turns": 6, "greedy": False}
 
 @pytest.fixture(scope="module")
 def described(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
-    """A comparison whose only cell is a run that is there: what is left are its evaluations."""
+    """A comparison whose only cell is a finished run without its evaluations."""
     folder = copy_run(tmp_path_factory.mktemp("column"))
     tiny_params(folder, endpoint=tiny_endpoint, deterministic=True, alarms={"min_entropy": 10.0})
     tree = {
@@ -42,7 +42,7 @@ def described(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
 
 @pytest.fixture(scope="module")
 def judged(described):
-    """The cell, judged, and its table."""
+    """The evaluated cell and its table."""
     (cell,) = cells_of(described)
     assert cell.answers() is None
     for step in cell.judged:

@@ -1,4 +1,4 @@
-"""A table whose columns are environments, as text and figures, from numbers written by hand."""
+"""Tables with environments as columns, as text and figures, from hand-written numbers."""
 
 import copy
 
@@ -85,7 +85,7 @@ def test_starts_that_differ_are_in_no_line_of_their_own():
     other["rows"][2]["start"]["avg_at_4"] = estimate(0.1)
     parts = table_markdown(other).split("\n\n")
     assert "*start*" not in parts[2]
-    assert "*start*" in parts[4]  # pass@4 began alike
+    assert "*start*" in parts[4]  # all rows share their pass@4 at the start
 
 
 def test_figures_are_drawn_where_there_is_something_to_draw_and_are_the_same_every_time():

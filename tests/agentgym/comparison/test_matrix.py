@@ -1,6 +1,4 @@
-"""From a file of recipes, horizons and seeds to runs: what becomes a cell, and what is refused
-before anything starts.
-"""
+"""Tests for expanding recipes, horizons and seeds into cells, and for refused inputs."""
 
 import os
 import threading
@@ -30,7 +28,7 @@ BASE = {
 
 @pytest.fixture
 def described(tmp_path, tiny_params):
-    """described(**changes) -> the comparison in a file beside a tiny run's parameters."""
+    """Return a function that writes a changed comparison into the folder of a tiny run's file."""
     tiny_params(tmp_path)
 
     def write(**changes):
@@ -330,7 +328,7 @@ def test_every_row_stands_in_the_column_of_every_environment(described):
     found = {(cell.method, cell.environment): cell for cell in cells}
     levels = [found["grpo short", name].cfg.env.options["levels"] for name in COLUMNS]
     assert levels == [["GoToObj"], ["GoToObj", "GoToRedBall"]]
-    # a recipe lies over its column, what the column says of the recipe over both
+    # a recipe overrides its column; the column's settings for that recipe override both
     rates = {place: cell.cfg.optimizer.lr for place, cell in found.items()}
     assert [rates["grpo short", "one level"], rates["slow short", "one level"]] == [0.01, 0.0001]
     assert rates["slow short", "two levels"] == 0.0002
@@ -393,7 +391,7 @@ def test_a_protocol_is_part_of_what_names_the_table(described):
         )
     ]
     assert keys[0] != keys[1]
-    assert keys[0] == keys[2]  # it changes no result
+    assert keys[0] == keys[2]  # this setting changes no result
 
 
 def test_a_layer_of_a_column_may_extend_a_parameter_file(described, tmp_path):

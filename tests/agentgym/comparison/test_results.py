@@ -1,4 +1,4 @@
-"""Numbers of a comparison against numbers worked out by hand."""
+"""Numbers of a comparison compared with hand-computed values."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_costs_add_up_over_steps_and_failed_episodes_cost_no_turns():
         (2, 448.0, 4800.0, 960.0, 4.0, 36.0, 0.5),
         (3, 768.0, 8000.0, 1600.0, 5.5, 49.5, 0.75),
     ]
-    # four devices for 49.5 seconds; validation is nobody's training
+    # four devices for 49.5 seconds; validation is not a training cost
     assert cost == curve[-1].cost
     assert cost["accelerator_h"] == pytest.approx(4 * 49.5 / 3600)
 
@@ -54,7 +54,7 @@ def test_what_never_sampled_costs_time_alone_and_what_never_trained_costs_nothin
 
 
 def row(name, after, start=None, seeds=(0, 1)):
-    """after, start: greedy of each seed, one value per item."""
+    """Return a row from greedy values per seed and item, after and before training."""
     results = []
     for index, seed in enumerate(seeds):
         cfg = RunConfig.model_validate({"seed": seed})

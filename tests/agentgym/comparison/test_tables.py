@@ -1,4 +1,4 @@
-"""A result table as text and figures."""
+"""Result tables as text and figures."""
 
 import json
 import re
@@ -177,7 +177,7 @@ def test_mlflow_gets_a_line_per_row_and_per_contrast():
     long, *_, start = (dict(zip(rows["columns"], line, strict=True)) for line in rows["data"])
     assert (long["row"], long["seeds"]) == ("grpo long", 2)
     assert [long[f"greedy{end}"] for end in ("", " low", " high")] == [0.9, 0.88, 0.92]
-    assert (long["gain greedy"], start["gain greedy"]) == (0.4, None)  # it trained nothing
+    assert (long["gain greedy"], start["gain greedy"]) == (0.4, None)  # not trained yet
     (line,) = contrasts["data"]
     assert dict(zip(contrasts["columns"], line, strict=True))["greedy high"] == -0.01
     assert line[0] == "grpo growing - grpo long"

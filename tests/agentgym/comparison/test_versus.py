@@ -1,4 +1,4 @@
-"""`agentgym compare` of results: what it finds, says, draws and refuses."""
+"""Tests for `agentgym compare` of results: matching, text, figures and errors."""
 
 import json
 import re
@@ -28,7 +28,7 @@ PROTOCOL = protocol_from(
 
 
 def result(name, gain, seed=1, **about):
-    """60 items of two environments, twice each; `gain` is of success."""
+    """Return a result of 60 items of two environments, two samples each; `gain` adds to success."""
     generator, slots = np.random.default_rng(seed), []
     for env in ("babyai", "textcraft"):
         for item in range(60):

@@ -1,4 +1,4 @@
-"""A run whose next step is a stage on Ray, something to kill in it, and what must be left of it."""
+"""Fixtures: a run whose next step is a stage on Ray, a way to kill its workers, and checks."""
 
 import os
 import shutil
@@ -36,15 +36,15 @@ def warmed(tmp_path_factory, tiny_params):
 
 @pytest.fixture
 def warm(warmed, tmp_path, tiny_params):
-    """The params file of a copy of it."""
+    """The params file of a copy of `warmed`."""
     shutil.copytree(warmed, tmp_path, dirs_exist_ok=True)
     return tiny_params(tmp_path, ray={"num_workers": 2, "num_ranks": 2, "placement_timeout_s": 300})
 
 
 @pytest.fixture
 def kill_worker_at(monkeypatch):
-    """step, count -> a list for who is killed: the first rollout worker, by SIGKILL, once so many
-    episodes of the optimizer step are finished.
+    """Return a function of (step, count) that kills the first rollout worker with SIGKILL.
+    It does so after `count` episodes of that optimizer step, and returns the list of kills.
     """
 
     def prepare(step, count):
@@ -69,7 +69,7 @@ def kill_worker_at(monkeypatch):
 
 @pytest.fixture(scope="session")
 def assert_whole():
-    """cfg, stages -> every episode once, every item once and in order, and the audit agrees."""
+    """Return a check of (cfg, stages): no item is lost or repeated, and the audit passes."""
 
     def check(cfg, *names):
         store = open_store(cfg)
@@ -104,9 +104,7 @@ def assert_whole():
 
 
 def assert_measured(metrics, engine):
-    """What the workers' engines did and where the step's time went, also of a step that lost a
-    worker.
-    """
+    """Check the engine metrics and the time split of a step, even if it lost a worker."""
     split = ("commit", "generate", "wait", "update", "publish", "validate", "other")
     times = [metrics[f"time/{part}_s"] for part in split]
     assert min(times) >= 0
@@ -115,13 +113,13 @@ def assert_measured(metrics, engine):
     assert metrics["perf/prompt_tokens_per_s"] > 0
     hits = metrics["perf/prefix_cache_hit_frac"]
     assert 0 <= hits < 1
-    assert hits > 0 or engine == "vllm"  # whose blocks are longer than these prompts
+    assert hits > 0 or engine == "vllm"  # vLLM's cache blocks are longer than these prompts
     assert 0 < metrics["perf/engine_idle_frac"] < 1
     assert 0 <= metrics["perf/queue_depth_mean"] <= metrics["perf/queue_depth_max"]
 
 
 def items(cfg, names):
-    """Ids of those that the stages take, in order."""
+    """Return the item ids that the stages consume, in order."""
     splits = load_splits(
         cfg.data.path, cfg.env.name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
     )

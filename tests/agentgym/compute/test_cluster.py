@@ -1,4 +1,4 @@
-"""A run on Ray: what is lost when one of its processes is, and what is left when it is over."""
+"""Runs on Ray survive the loss of a process and leave nothing running."""
 
 import contextlib
 import os
@@ -112,7 +112,7 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_anothers_is
     if os.getuid() == 0:
         os.chown(foreign, 12345, 12345)
     else:
-        foreign.chmod(0)  # as another user's looks to us
+        foreign.chmod(0)  # looks like another user's folder
     with cluster._temp_folder() as used, cluster._temp_folder():
         assert used.is_dir()
         assert foreign.is_dir()
@@ -121,13 +121,13 @@ def test_what_a_killed_process_left_is_removed_and_what_is_in_use_or_anothers_is
 
 @pytest.fixture
 def joined(ray_cluster, monkeypatch):
-    """Overrides that make a run a guest of the test session's cluster."""
+    """Overrides that connect a run to the test session's cluster."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
     return ["compute=ray", f"ray.address={ray_cluster.address}"]
 
 
 def local_ray():
-    """Processes of local clusters; the session's own lives elsewhere."""
+    """Return the processes of local clusters; the session's cluster lies in another folder."""
     return [
         process.info["cmdline"]
         for process in psutil.process_iter(["cmdline"])
@@ -155,7 +155,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
         wait_until(lambda: list(cfg.store.path.glob("steps/stage-1-*/manifests/000000.json")), 240)
         process.kill()
     wait_until(lambda: not local_ray())
-    assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # nobody was there to remove it
+    assert list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))  # a kill removes no folder
 
     killed = kill_worker_at(step=2, count=3)
     assert str(run_step("stage-1", cfg)) == "resumed at commit 1"
@@ -165,7 +165,7 @@ def test_a_local_run_survives_its_own_death_and_a_workers_and_leaves_nothing(
         caplog.text,
     )
     wait_until(lambda: not local_ray())
-    # the other one's was removed on the way
+    # the next run removed the folder of the killed one
     assert not list(cluster.TEMP_ROOT.glob(f"{cluster.TEMP_PREFIX}*"))
     assert signal.getsignal(signal.SIGTERM) == handler
     assert auth_settings() == before
@@ -182,7 +182,7 @@ def test_a_job_trains_with_actors_of_its_cluster(
         warm, ["compute=ray-job", f"ray.address={ray_cluster.dashboard}", "rollout.max_staleness=4"]
     )
     for name in steps_before:
-        # under this run's key too: the staleness makes it another run
+        # also under this run's key: max_staleness makes it another run
         assert str(run_step(name, cfg)) == "done"
     assert str(run_step("stage-1", cfg)) == "ran"
     assert_whole(cfg, "stage-1")
@@ -230,7 +230,7 @@ def test_a_group_that_does_not_fit_is_refused_with_what_was_asked_and_what_there
 
 
 def reread(learner, plan):
-    """The weights that its ranks write, whole."""
+    """Return the complete weights that the learner's ranks wrote."""
     place = plan.weights
     blobs = learner.snapshot().write(place.place, place.manifest.step, place.manifest.key)
     assert [name for name in blobs if name.startswith("model")] == [
@@ -306,7 +306,7 @@ def test_a_reference_is_scored_by_the_ranks_that_hold_it(
 def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_users(
     tmp_path, tiny_params, make_model, stored, monkeypatch
 ):
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # what is set for other clusters
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # the setting of another cluster
     monkeypatch.setenv("RAY_ADDRESS", "203.0.113.5:6379")
     cfg = load_config(tiny_params(tmp_path), ["compute=ray", "ray.placement_timeout_s=300"])
     model = make_model()
@@ -315,7 +315,7 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
     def sockets():
         held = set()
         for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that ends just now
+            with contextlib.suppress(psutil.NoSuchProcess):  # a process that ends at this moment
                 held |= {
                     (process.name(), found.laddr.ip.removeprefix("::ffff:"), found.laddr.port)
                     for found in process.net_connections("inet")
@@ -323,7 +323,7 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
                 }
         return held
 
-    others = sockets()  # of clusters that other tests keep
+    others = sockets()  # sockets of other tests' clusters
     with open_cluster(cfg, num_ranks=2, num_workers=0) as room, room.learner(plan) as learner:
         assert_same(reread(learner, plan), plan.weights.load())
         listening = [(name, address) for name, address, _ in sockets() - others]
@@ -332,7 +332,7 @@ def test_a_cluster_of_a_runs_own_is_out_of_reach_of_other_machines_and_other_use
             path.name: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())
         }
     assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
-    # their own, and gloo's
+    # ports of the ranks themselves and of gloo
     assert sum(name.startswith("ray::LearnerRank") for name, _ in listening) >= 4, listening
     assert {address for _, address in listening} == {"127.0.0.1"}, listening
     assert modes[folder.name] == 0o700

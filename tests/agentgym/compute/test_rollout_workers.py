@@ -1,4 +1,4 @@
-"""What becomes of a worker that is lost while it takes weights."""
+"""Tests for workers that are lost while they receive weights."""
 
 import asyncio
 from copy import deepcopy
@@ -25,7 +25,7 @@ EPISODE = Trajectory(*FIRST, (), (), ())
 
 
 class Call:
-    """A remote method that answers, or raises, at once."""
+    """Remote method that returns or raises at once."""
 
     def __init__(self, answer):
         self._answer = answer
@@ -39,7 +39,7 @@ class Call:
 
 
 class Actor:
-    """A rollout worker whose process is here. publish: what it does with a delivery."""
+    """Rollout worker in this process; `publish` handles a delivery."""
 
     def __init__(self, publish):
         self.start = Call(lambda plan: ("here", {}))
@@ -53,7 +53,7 @@ class Actor:
 
 
 class Learner:
-    """Sends nothing, and scores what the actors score."""
+    """Learner that sends nothing and returns the actors' scores."""
 
     def __init__(self):
         self.sendings = []
@@ -72,7 +72,7 @@ class Learner:
 
 @pytest.fixture
 def engine_of(make_model, tokenizer):
-    """engine_of(publish, ...) -> a started engine whose workers' publish these are, in order."""
+    """Return a function that starts an engine from its workers' publish functions, in order."""
     loop, engines = LoopThread(), []
 
     def start(*publishes, num_workers=1, **settings):
@@ -180,9 +180,9 @@ def test_a_worker_lost_before_it_wakes_is_replaced_and_the_episode_is_played(eng
 def test_in_bfloat16_noise_passes_and_the_worker_that_missed_an_update_is_named(
     engine_of, make_model
 ):
-    """Two workers' engines compute in bfloat16, the ranks in float32, as their master weights."""
+    """Run two workers' engines in bfloat16 and the ranks in float32, as their master weights."""
     model = make_model()
-    rollout = {"engine": "vllm", "engine_dtype": "bfloat16"}  # whose limit has room for it
+    rollout = {"engine": "vllm", "engine_dtype": "bfloat16"}  # its limit allows for bfloat16 noise
     engine = engine_of(taken, taken, num_workers=2, rollout=rollout)
     first, second = (worker.actor for worker in engine.workers)
 

@@ -1,4 +1,4 @@
-"""What the first rank keeps and sends to whoever comes for it."""
+"""Tests for the weights that the first rank keeps and sends on request."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ def loopback(monkeypatch):
 
 
 def send(outbox, own):
-    """In a thread of its own, as a rank does. Result: what it raised, once it has ended."""
+    """Send in a thread, as a rank does. Return a function that joins it and returns its errors."""
     raised = []
 
     def run():
@@ -66,7 +66,7 @@ def test_each_worker_has_as_many_places_as_its_engine_has_processes(monkeypatch,
     outbox = Outbox(CPU, tmp_path)
 
     class Remote:
-        """An actor's method, called here."""
+        """Actor method that is called in this process."""
 
         def __init__(self, method):
             self._method = method

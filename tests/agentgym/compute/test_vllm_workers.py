@@ -1,4 +1,4 @@
-"""vLLM in rollout workers: two of them, two ranks, and one worker that dies."""
+"""vLLM in rollout workers: two workers, two ranks, and one worker that dies."""
 
 import re
 
@@ -33,7 +33,7 @@ def test_a_stage_goes_on_when_a_worker_with_vllm_dies(
         "demonstrate",
         "initialize",
         "warm-start",
-    ):  # another engine makes it another run
+    ):  # the engine is part of the key
         run_step(name, local)
     others = of_vllm()
     killed = kill_worker_at(step=2, count=3)

@@ -1,4 +1,4 @@
-"""A parameter file of a few words."""
+"""Fixture for short parameter files."""
 
 import pytest
 

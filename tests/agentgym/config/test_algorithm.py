@@ -57,12 +57,12 @@ def test_a_setting_that_means_nothing_to_a_recipe_is_refused_with_the_recipes_ow
 def test_settings_written_for_one_recipe_go_along_to_another_where_they_mean_the_same(write):
     file = write("{algorithm: {recipe: ppo, gamma: 0.9, clip_low: 0.1, epochs: 3, value_clip: 9}}")
     gspo = load_config(file, ["algorithm.recipe=gspo"]).algorithm
-    assert (gspo.epochs, gspo.clip_low) == (3, 3e-4)  # a clip of sequences is another one
+    assert (gspo.epochs, gspo.clip_low) == (3, 3e-4)  # gspo clips sequence ratios
     discounted = load_config(file, ["algorithm.recipe=reinforce++"]).algorithm
     assert (discounted.gamma, discounted.clip_low) == (0.9, 0.1)
     layer = {"algorithm": {"recipe": "sft"}}
     assert load_config(file, layers=[layer]).algorithm.model_dump() == {"recipe": "sft"}
-    # what stands beside the recipe, or on the command line in any order, is meant for it
+    # settings given with the recipe, or on the command line in any order, apply to that recipe
     with pytest.raises(ConfigError, match="value_clip means nothing to recipe sft"):
         load_config(file, layers=[{"algorithm": {"recipe": "sft", "value_clip": 9}}])
     with pytest.raises(ConfigError, match="value_clip means nothing to recipe sft"):

@@ -1,4 +1,4 @@
-"""Every bad input gives one line that says what was expected, what came and what to do."""
+"""Every invalid input gives one line: what was expected, what was given and how to fix it."""
 
 import pytest
 

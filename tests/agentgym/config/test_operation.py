@@ -1,4 +1,4 @@
-"""The settings of `alarms`: each has its limit, and none is part of a key."""
+"""Tests for the settings of `alarms`: each has a limit, and none is part of a key."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from agentgym.tracking.points import RULES
 
 def test_every_alarm_has_an_action_and_a_limit_and_the_file_says_what_is_usual():
     limits = {rule.limit for rule in RULES.values()}
-    # judged once, before a stage's first update: no rule over points
+    # no_success is checked once, before a stage's first update, so it is no rule over points
     assert AlarmsConfig.model_fields.keys() == {*RULES, *limits, "no_success"}
     assert load_config().alarms == AlarmsConfig()
     assert {getattr(AlarmsConfig(), name) for name in RULES} == {"warn"}

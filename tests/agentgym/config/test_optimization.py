@@ -1,4 +1,4 @@
-"""What of an update's memory and speed changes a result, and what does not."""
+"""Memory and speed settings of an update: which change a result, and which do not."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A run's configuration as a whole: whom it trusts, what is in its keys, and that it stays."""
+"""Tests for a whole configuration: trust, keys, and stability across releases."""
 
 import pytest
 from pydantic import ValidationError
@@ -39,7 +39,7 @@ def test_a_worker_has_a_gpu_for_each_process_of_its_engine(write):
         path, *on_gpus, several, "ray.worker_gpus=1"
     )
     load_config(path, [*on_gpus, several, "ray.worker_gpus=4"])
-    load_config(path, [*on_gpus, "ray.worker_gpus=0.5"])  # one process, a share of a GPU
+    load_config(path, [*on_gpus, "ray.worker_gpus=0.5"])  # one process with a share of a GPU
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_experiment_and_registered_model_follow_the_environments_by_one_rule(wri
 
 
 def test_a_name_that_follows_and_the_same_name_by_hand_are_one_run(write):
-    """So the runs that were finished while the name was a constant keep their keys."""
+    """Keep the keys of runs that finished while the name was a constant."""
     path = write("seed: 1")
     by_hand = load_config(path, ["registry.model_name=agentgym-babyai"])
     assert load_config(path).semantic() == by_hand.semantic()

@@ -1,4 +1,4 @@
-"""The defaults of a pretrained model: where they hold, and where they do not."""
+"""Tests for the defaults of a pretrained model, and for where they do not apply."""
 
 import pytest
 import yaml
@@ -17,7 +17,7 @@ def test_settings_of_the_tiny_model_are_not_meant_for_a_pretrained_one():
     assert cfg.model.context_tokens == 1408 >= 512 + 12 * (24 + 48)
     assert (cfg.optimizer.lr, cfg.warm_start.optimizer.lr) == (1e-5, 5e-5)
     assert (cfg.evaluation.num_items, cfg.evaluation.num_samples) == (64, 2)
-    # what means the same to both stays
+    # settings with the same meaning for both models are kept
     assert cfg.optimizer.warmup_steps == 10
     assert cfg.horizon.max_turns == (6, 9, 12)
     assert load_config("params.yaml").rollout.max_new_tokens == 6
@@ -28,7 +28,7 @@ def test_an_override_wins_wherever_it_stands(order):
     overrides = ["rollout.max_new_tokens=7", *HUB][::order]
     cfg = load_config("params.yaml", overrides)
     assert cfg.rollout.max_new_tokens == 7
-    assert cfg.model.context_tokens == 1280  # for shorter actions
+    assert cfg.model.context_tokens == 1280  # shorter actions need less
 
 
 def test_what_a_file_says_beside_the_kind_of_model_wins(tmp_path):

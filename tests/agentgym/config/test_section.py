@@ -1,4 +1,4 @@
-"""What sections are made of: unknown keys are named, what changes no result is in no key."""
+"""Configuration sections: unknown keys are named, and settings without effect are in no key."""
 
 import pytest
 from pydantic import ValidationError

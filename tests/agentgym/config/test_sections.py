@@ -10,9 +10,7 @@ from envs.babyai import DEFAULTS as BABYAI
 
 
 def test_every_default_has_one_home():
-    """What a file leaves out is what params.yaml says; an environment's options have their home
-    with it.
-    """
+    """Compare with params.yaml, which holds all defaults but those of environments."""
     shipped = load_config("params.yaml")
     assert shipped.env.options == BABYAI
     own = shipped.env.model_copy(update={"options": {}})

@@ -1,4 +1,4 @@
-"""What a machine lacks is said in one line each, with the way to get it."""
+"""`agentgym doctor` prints one line for each missing requirement, with its fix."""
 
 import json
 import time
@@ -30,7 +30,7 @@ def test_what_the_run_needs_and_lacks_is_an_exit_code_and_a_line(
 ):
     monkeypatch.setenv("JAVA_HOME", "/nowhere")
     run = ["doctor", "--params", str(tiny_params(tmp_path))]
-    assert main(run) == 0  # a babyai run needs no Java
+    assert main(run) == 0  # BabyAI needs no Java
     assert "sciworld    absent   sciworld needs a Java runtime" in capsys.readouterr().out
     assert main([*run, "--set", "env.name=sciworld", "--set", "env.options={}"]) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "MISSING" in line]

@@ -1,4 +1,4 @@
-"""How a command ends: one plain line and an exit code."""
+"""Commands end with one plain line and an exit code."""
 
 import signal
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 from agentgym.config import ConfigError
 from agentgym.console.ending import guarded
 
-# a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read
-# backwards, a line written over
+# window title, cleared screen, hyperlink, bell, C1 sequence introducer, right-to-left override,
+# line separator, carriage return
 HOSTILE = "ok\x1b]0;owned\x07\x1b[2J\x1b]8;;http://evil\x1b\\x\x9b31m\u202ekcab\u2028\rfailed"
 STEERING = set("\x1b\x07\x9b\u202e\u2028\r")
 
@@ -42,7 +42,7 @@ sys.exit(guarded(command))
 
 
 def test_a_command_whose_reader_is_gone_ends_without_a_word():
-    """`agentgym plan | head -1`"""
+    """Run `agentgym plan | head -1`."""
     command = subprocess.Popen(
         [sys.executable, "-c", MANY], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

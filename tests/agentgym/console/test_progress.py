@@ -1,4 +1,4 @@
-"""Bars where there is a terminal; where there is none a line now and then."""
+"""Progress is a bar on a terminal and an occasional line elsewhere."""
 
 import io
 import re
@@ -47,8 +47,8 @@ def test_a_terminal_has_a_bar_per_part_and_keeps_the_last_note():
         assert shown in last
 
 
-# a window's title, a cleared screen, a link, a bell, C1's own sequence begin, a line that is read
-# backwards, a line written over
+# window title, cleared screen, hyperlink, bell, C1 sequence introducer, right-to-left override,
+# line separator, carriage return
 HOSTILE = "ok\x1b]0;owned\x07\x1b[2J\x1b]8;;http://evil\x1b\\x\x9b31m\u202ekcab\u2028\rfailed"
 
 

@@ -1,4 +1,4 @@
-"""Items that cannot be what a run asks of them are refused before it starts."""
+"""Item lists that cannot serve a run are refused before it starts."""
 
 import json
 
@@ -13,7 +13,7 @@ from agentgym.types import Item
 
 @pytest.fixture
 def run(copy_run, tmp_path, tiny_params):
-    """A finished run of one's own."""
+    """A finished run that this test may change."""
     return load_config(tiny_params(copy_run(tmp_path), deterministic=True))
 
 
@@ -38,7 +38,7 @@ def test_a_test_task_that_is_trained_on_under_another_id_is_told_by_the_run(
         (tmp_path / "data" / name).write_text(
             json.dumps([{"item_id": f"babyai_{task}"} for task in tasks])
         )
-    # of these two, babyai_53 and babyai_135 are one world
+    # on these two levels, babyai_53 and babyai_135 are the same world
     options = {"levels": ["GoToObj", "GoToRedBallNoDists"]}
     cfg = load_config(
         tiny_params(
@@ -80,9 +80,7 @@ def test_items_the_environment_does_not_have_stop_the_run_before_it_starts(tmp_p
 
 
 def test_a_step_that_could_draw_an_item_twice_is_bad_input(tmp_path, tiny_params):
-    """Of 240 train items about 216 are not for validation; a third of them is the most a step
-    may draw.
-    """
+    """Allow a step to draw at most a third of the roughly 216 train items left after validation."""
     params = tiny_params(tmp_path)
     most = len(load_data(load_config(params)).train) // 3
     assert load_data(load_config(params, [f"rollout.items_per_step={most}"]))
@@ -102,7 +100,7 @@ def test_a_step_that_could_draw_an_item_twice_is_bad_input(tmp_path, tiny_params
         match=rf"items_per_step {most // 3 + 1} x 3 rounds .* lower it to {most // 3}, or",
     ):
         load_data(load_config(params, dynamic))
-    # draws demonstrations
+    # sft draws demonstrations, not items
     assert load_data(
         load_config(params, ["algorithm.recipe=sft", f"rollout.items_per_step={most + 1}"])
     )

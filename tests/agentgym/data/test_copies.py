@@ -1,4 +1,4 @@
-"""Data of a run by its digest from the store, for machines that have no folder of it."""
+"""Data of a run is fetched from the store by digest on machines without the folders."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def cfg(tmp_path, tiny_params):
 
 
 def moved(cfg, folder, digest):
-    """The run on a machine that has nothing but the store."""
+    """Return the run's configuration for a machine that has only the store."""
     data = cfg.data.model_copy(update={"path": folder / "lists", "digest": digest})
     return cfg.model_copy(update={"data": data})
 
@@ -34,7 +34,7 @@ def test_what_is_kept_comes_back_as_it_was_and_is_kept_once(cfg, tmp_path):
     assert input_digest(there) == digest
     found = {path.name for path in (tmp_path / "there").rglob("*.json")}
     assert found == {"babyai_train.json", "babyai_test.json"}
-    assert not fetch_data(there, store)  # it is there
+    assert not fetch_data(there, store)  # already fetched
 
 
 def test_without_a_digest_or_with_the_folders_nothing_is_fetched(cfg, tmp_path):
@@ -87,4 +87,4 @@ def test_a_machine_with_other_source_or_data_refuses_the_step(cfg):
         require_key("prepare", cfg, "0" * 64)
     with pytest.raises(ValueError, match="and lacks results that it builds on here"):
         require_key("stage-1", cfg, "0" * 64)
-    require_key("stage-9", cfg, "0" * 64)  # told of by the step itself
+    require_key("stage-9", cfg, "0" * 64)  # an unknown step reports the error itself

@@ -85,7 +85,7 @@ def test_the_digest_is_of_the_lists_and_not_of_their_layout(tmp_path: Path) -> N
     )
     reordered = load(write(tmp_path / "c", numbered(*range(30)), numbered(91, 90)))
     assert plain.digest == spaced.digest
-    assert plain.digest != reordered.digest  # an evaluation takes the first items
+    assert plain.digest != reordered.digest  # an evaluation takes the first
 
 
 def test_splits_survive_json(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_environment_without_a_list_in_a_pulled_set_is_not_called_unpulled(
 def test_broken_json_names_the_file(tmp_path: Path) -> None:
     message = refusal(write(tmp_path, "[{", numbered(2)))
     assert "toy_train.json is not valid JSON" in message
-    assert "dvc pull" not in message  # DVC has nothing of a folder of one's own
+    assert "dvc pull" not in message  # DVC does not track a folder the user made
     Path(f"{tmp_path}.dvc").touch()
     assert f"restore it with `dvc pull --force {tmp_path}.dvc`" in refusal(tmp_path)
 
@@ -402,5 +402,5 @@ def test_the_most_a_stream_hands_out_without_an_item_twice_holds_wherever_it_sta
         draws = [
             ItemStream(items, seed=seed, position=40 - 14).next(2 * most + 2) for seed in range(9)
         ]
-        # negative control: twice as many hold one twice
+        # negative control: batches twice as large repeat an item
         assert any(len(set(draw)) < len(draw) for draw in draws)

@@ -1,5 +1,5 @@
-"""Importing the dataset: the real DVC and git, and a stand-in for the Hub that speaks git over
-HTTP and Git LFS.
+"""Tests for importing the dataset with real DVC and git, and a stand-in for the Hub.
+The stand-in speaks git over HTTP and Git LFS.
 """
 
 import json
@@ -24,7 +24,7 @@ from agentgym.data.published import DvcError, check_pin, import_dataset, run_dvc
 
 ROOT = Path(__file__).parents[3]
 
-# of a level in which no two of these ids are one world
+# a level in which these ids are all different worlds
 MANY_WORLDS = ("--set", "env.options.levels=[GoToLocalS8N7]")
 
 
@@ -46,7 +46,7 @@ LISTS = {
 
 @pytest.fixture
 def imported(hub, dvc_project):
-    """(what was imported, commit id) of the lists above."""
+    """Return (result of importing LISTS, commit id)."""
     sha = hub.commit(LISTS)
     return import_dataset(hub.url, sha, Path("data/lists")), sha
 
@@ -73,7 +73,7 @@ def test_a_branch_is_resolved_and_its_commit_pinned_with_the_licence(hub, dvc_pr
     assert said.endswith(f"keep in git: {out}.dvc; to train on it: --set data.path={out}\n")
     assert "babyai: 810" not in said  # as many as published: no warning
     assert subprocess.run(["git", "check-ignore", "-q", str(out)]).returncode == 0
-    # the run's data path can point at it, and it is checked against its pin there
+    # the run's data path may point into it; its pin is checked there
     assert (
         cli(
             "validate",
@@ -91,7 +91,7 @@ def test_the_same_import_again_does_nothing_and_brings_back_a_lost_folder(
     hub, imported, monkeypatch
 ):
     first, sha = imported
-    # the branch goes on; the pin does not
+    # a later commit on the branch does not move the pin
     hub.commit({"eval/babyai_test.json": items("babyai", 7000, 90)})
     before = {path: path.stat().st_mtime_ns for path in Path("data").rglob("*")}
     with monkeypatch.context() as patch:
@@ -178,7 +178,7 @@ def test_an_annotated_tag_means_its_commit(hub, dvc_project):
     hub.git("tag", "-a", "v1", "-m", "first")
     assert hub.git("rev-parse", "v1") != sha
     assert import_dataset(hub.url, "v1", Path("data/lists")).sha == sha
-    # a folder is a repository too, and this one's name says nothing about a licence
+    # a folder can be the repository; its name is no evidence of a licence
     other = hub.repository.rename(hub.folder / "elsewhere")
     assert import_dataset(str(other), "v1", Path("data/other")).licence is None
     assert "meta" not in yaml.safe_load(Path("data/other.dvc").read_text())
@@ -200,7 +200,7 @@ def test_large_files_that_cannot_be_fetched_are_not_pinned_as_their_pointers(hub
     with pytest.raises(DvcError, match="could not be fetched"):
         import_dataset(hub.url, sha, Path("data/lists"))
     hub.large = kept
-    assert import_dataset(hub.url, sha, Path("data/lists")).is_new  # the same command continues
+    assert import_dataset(hub.url, sha, Path("data/lists")).is_new  # continues the import
     assert (
         Path("data/lists/train/searchqa_train.json").read_bytes()
         == LISTS["train/searchqa_train.json"]
@@ -254,7 +254,7 @@ def test_a_killed_import_leaves_no_process_and_the_same_command_goes_on(hub, dvc
     assert alive == []
     assert not Path("data/lists.dvc").exists()
     Path("data/lists").mkdir(exist_ok=True)
-    Path("data/lists/half").write_text("half")  # what a later moment would have left
+    Path("data/lists/half").write_text("half")  # an import killed later would leave this
     assert import_dataset(hub.url, sha, Path("data/lists")).is_new
     assert not Path("data/lists/half").exists()
     assert sorted(os.listdir("data")) == [".gitignore", "lists", "lists.dvc"]
@@ -276,7 +276,7 @@ def test_a_folder_that_was_changed_is_told_from_the_pinned_one(dvc_project, caps
     ):
         (folder / name).parent.mkdir(parents=True)
         (folder / name).write_bytes(data)
-    check_pin(folder)  # nobody pins it
+    check_pin(folder)  # the folder has no pin yet
     run_dvc("add", "-q", str(folder), timeout_s=120)
     check_pin(folder)
     assert cli("validate", "--set", f"data.path={folder}", *MANY_WORLDS) == 0

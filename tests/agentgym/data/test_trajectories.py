@@ -1,6 +1,4 @@
-"""Trajectories of others: what is read of AgentGym's layout, what is refused and why, and how
-they come under DVC.
-"""
+"""Tests for importing trajectories in AgentGym's layout: parsing, refusals, and tracking by DVC."""
 
 import json
 import shutil
@@ -44,7 +42,7 @@ def gpt(value, loss=True):
 
 
 def row(item_id, *replies, opening=INSTRUCTIONS):
-    """A published row: instructions and promise, then what was seen and said by turns."""
+    """Return a published row: instructions, acknowledgment, then observations and replies."""
     said = [message for reply in replies for message in (human("you see"), gpt(reply))]
     return {"item_id": item_id, "conversations": [*opening, *said, human("done")]}
 
@@ -61,7 +59,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def lists(tmp_path):
-    """A dataset of 40 train and 5 test items, of which some train items are validated with."""
+    """A dataset of 40 train and 5 test items; some train items are for validation."""
     for name, first, count in (
         ("train/babyai_train.json", 0, 40),
         ("eval/babyai_test.json", 100, 5),
@@ -83,7 +81,7 @@ def test_what_the_agent_said_is_read_without_the_manual_the_promise_and_a_system
             "left",
             opening=[{"from": "system", "loss": None, "value": "be good"}, *INSTRUCTIONS],
         ),
-        # nobody answered
+        # the reply is missing
         {"item_id": "babyai_5", "conversations": [human("you see"), gpt("left", None)]},
     ]
     found, recorded, refused = read_file(write(rows))
@@ -275,9 +273,9 @@ def test_imported_trajectories_are_pinned_by_dvc_and_what_is_refused_is_told(
     assert Path(f"{out}.dvc").is_file()
     check_pin(out)
     first = Path(f"{out}.dvc").read_text()
-    assert cli("import-trajectories", file, "--drop-refused")[0] == 0  # again: nothing new
+    assert cli("import-trajectories", file, "--drop-refused")[0] == 0  # nothing new
     assert Path(f"{out}.dvc").read_text() == first
-    # others replace them
+    # a new import replaces the rows
     assert cli("import-trajectories", str(write([row("babyai_3", "left")])))[0] == 0
     assert Path(f"{out}.dvc").read_text() != first
     assert sorted(path.name for path in out.parent.iterdir()) == [

@@ -1,4 +1,4 @@
-"""An installation of its own on a real API server, as an administrator prepares it."""
+"""Fixtures for an installation on a real API server, prepared as an administrator would."""
 
 import contextlib
 import secrets
@@ -17,9 +17,9 @@ ACCOUNT = "agentgym-flow"
 
 
 def end_pods(admin):
-    """As kubelets of servers without sessions do: hollow ones take ten seconds to end a pod."""
+    """Delete terminating pods at once, as kubelets do for idle servers; hollow nodes take 10 s."""
     kube = connect(kubeconfig=admin.kubeconfig, namespace=admin.namespace)
-    with contextlib.suppress(KubeError):  # the tests are over
+    with contextlib.suppress(KubeError):  # the API server has stopped after the tests
         for pods in kube.watch(POD, for_s=3600.0):
             for pod in pods:
                 if pod["metadata"].get("deletionTimestamp"):
@@ -28,28 +28,28 @@ def end_pods(admin):
 
 @pytest.fixture(scope="session")
 def admin(kubeconfig):
-    """A client that may do everything, in the namespace of fleets of an installation."""
+    """A client with all rights, in the fleet namespace of a new installation."""
     name = f"agentgym-{secrets.token_hex(4)}"
     fleets = f"{name}-fleets"
     with (
         pytest.MonkeyPatch.context() as patch,
         contextlib.closing(connect(kubeconfig=kubeconfig, namespace=fleets)) as kube,
     ):
-        patch.setenv("AGENTGYM_FLEET_KEY", "of-the-tests")  # fleets' tokens are made of it
+        patch.setenv("AGENTGYM_FLEET_KEY", "of-the-tests")  # fleet tokens derive from it
         kube.installation = name
         newer = kube.serves(Kind("policy/v1", "PodDisruptionBudget"))
         kube.overlay = "kind" if newer else "test"
         kube.kubeconfig = kubeconfig
         try:
             for each in rendered(kube.overlay, installation=name):
-                # what has no namespace, and servers, are not of these tests
+                # skip cluster-wide objects and servers: these tests make their own
                 labels = each["metadata"]["labels"]
                 if not each["kind"].startswith("Cluster") and ENVIRONMENT_LABEL not in labels:
                     kube.apply(each)
             threading.Thread(target=end_pods, args=(kube,), daemon=True).start()
             yield kube
         finally:
-            for pod in kube.list(POD).items:  # nothing plays there: no drain is waited for
+            for pod in kube.list(POD).items:  # no episodes run: skip the drain period
                 kube.delete(POD, pod["metadata"]["name"], grace_s=0)
             for each in (name, f"{name}-flows", fleets):
                 kube.delete(NAMESPACE, each)
@@ -57,7 +57,7 @@ def admin(kubeconfig):
 
 @pytest.fixture(scope="session")
 def flow_kubeconfig(admin, tmp_path_factory):
-    """A kubeconfig of the flow's account, with a token as its pod would have one."""
+    """A kubeconfig of the flow's account, with a token like the one its pod would get."""
     import kubernetes
 
     api = kubernetes.config.new_client_from_config(str(admin.kubeconfig))
@@ -79,7 +79,7 @@ def flow_kubeconfig(admin, tmp_path_factory):
 
 @pytest.fixture
 def cfg(admin, flow_kubeconfig, tmp_path, monkeypatch):
-    """A run of two environments whose servers are on the cluster, by the flow's account."""
+    """A run whose two environments have servers on the cluster, using the flow's account."""
     monkeypatch.setenv("KUBECONFIG", str(flow_kubeconfig))
     monkeypatch.setenv("AGENTGYM_FLEET_KEY", "of-the-tests")
     return load_config(

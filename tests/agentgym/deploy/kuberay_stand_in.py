@@ -1,10 +1,9 @@
-"""A stand-in for KubeRay's operator, for tests: it gives RayJobs a RayCluster in name, and runs
-their entrypoints on one local Ray cluster. It proves our client, not KubeRay.
+"""Stand-in for KubeRay's operator. Tests with it cover our client, not KubeRay.
 
-As KubeRay in HTTPMode it hands a job over once its cluster is there, copies the job's status into
-the resource's, deletes the cluster of an ended job, and ends a job whose resource is deleted.
-Where the cluster is deleted, the job's processes are killed with it, and the status goes on saying
-RUNNING.
+It creates RayClusters that are objects only, and runs the jobs' entrypoints on one local Ray
+cluster. Like KubeRay in HTTPMode it submits a job once its cluster exists, copies the job's
+status into the resource, deletes the cluster of an ended job, and ends a job whose resource is
+deleted. If a cluster is deleted, its job's processes are killed and the status stays RUNNING.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ SECRET = Kind("v1", "Secret")
 
 
 class StandIn:
-    """`client`: of the local cluster's Jobs API; `folder`: where jobs work."""
+    """Stand-in whose jobs run in `folder`; `client` is the local cluster's Jobs API client."""
 
     def __init__(self, kube: Kube, client, folder: Path) -> None:
         self.kube, self._client, self._folder = kube, client, folder
-        self.ran: list[str] = []  # names, in order
+        self.ran: list[str] = []  # job names, in order
         self.errors: list[str] = []
-        self._clusters: dict[str, str] = {}  # job -> its RayCluster, while it runs
+        self._clusters: dict[str, str] = {}  # running job -> its RayCluster
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -53,7 +52,7 @@ class StandIn:
         while not self._stop.wait(POLL_S):
             try:
                 self._reconcile()
-            except Exception as error:  # told by the test that waits in vain
+            except Exception as error:  # reported by the waiting test
                 self.errors.append(f"{type(error).__name__}: {error}")
 
     def _reconcile(self):
@@ -76,7 +75,7 @@ class StandIn:
         self._says(name, "Initializing", jobId=name, rayClusterName=cluster)
         spec = job["spec"]
         head = spec["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-        folder = self._folder / name  # as /app of a pod: nothing of another attempt is there
+        folder = self._folder / name  # like /app of a pod: no files of other attempts
         folder.mkdir()
         self._client.submit_job(
             entrypoint=f"cd {shlex.quote(str(folder))} && exec {spec['entrypoint']}",
@@ -89,9 +88,7 @@ class StandIn:
         self._says(name, "Running", "PENDING")
 
     def _environment(self, container):
-        """As kubelet makes it: literals, in which $$ is $, and what Secrets hold; and an image's
-        `python` on the path.
-        """
+        """Return the variables a kubelet would set: literals ($$ is $), Secrets, and PATH."""
         found = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         found |= {each["name"]: each["value"].replace("$$", "$") for each in container["env"]}
         for each in container["envFrom"]:
@@ -119,7 +116,7 @@ class StandIn:
         self.kube.delete(RAY_CLUSTER, self._clusters.pop(name))  # shutdownAfterJobFinishes
 
     def lose_cluster(self, name):
-        """Of a job that runs: deleted, or its nodes are lost. Result: was there one."""
+        """Kill a running job and delete its cluster. Return False if none runs."""
         if name not in self._clusters:
             return False
         cluster = self._clusters[name]
@@ -127,7 +124,7 @@ class StandIn:
         return self.kube.delete(RAY_CLUSTER, cluster)
 
     def _kill(self, name):
-        """As a pod that is gone: without a word, the step's processes first."""
+        """Kill the step's processes with SIGKILL and forget the job, as when its pod is gone."""
         self._clusters.pop(name, None)
         for process in psutil.process_iter(["cmdline", "cwd"]):
             with contextlib.suppress(psutil.Error, TypeError):
@@ -141,7 +138,7 @@ class StandIn:
 
 
 def cluster_of(job):
-    """Owned by its job: deleted with it."""
+    """Return the RayCluster of a job; its owner reference deletes it with the job."""
     metadata = job["metadata"]
     owner = {"apiVersion": "ray.io/v1", "kind": "RayJob", "controller": True}
     owner |= {"name": metadata["name"], "uid": metadata["uid"], "blockOwnerDeletion": True}

@@ -1,4 +1,4 @@
-"""Servers for a number of episodes, from what one was measured to hold."""
+"""Numbers of servers for a number of episodes, from the measured capacity of one server."""
 
 import heapq
 import json
@@ -35,7 +35,7 @@ def test_servers_for_the_episodes_in_flight(env, episodes, replicas):
 @pytest.mark.parametrize("episodes", [100, 1_000, 10_000])
 def test_no_server_gets_more_than_it_holds_and_none_is_superfluous(env, episodes):
     replicas, holds = replicas_for(env, episodes), CAPACITIES[env].sessions
-    fullest = -(-episodes // replicas)  # as they are spread evenly
+    fullest = -(-episodes // replicas)  # spread evenly
     assert fullest <= holds
     assert replicas == 2 or (replicas - 1) * holds < episodes
 
@@ -46,7 +46,7 @@ def test_an_environment_that_nobody_measured_is_refused():
 
 
 def measured(env):
-    """Number of sessions -> (steps per second, p50 and p99 of a step in ms, errors)."""
+    """Return {number of sessions: (steps per second, p50 and p99 of a step in ms, errors)}."""
     rows = json.loads(RESULT.read_text())["rows"]
     found = [row for row in rows if row["env"] == env and row["held"] == row["sessions"]]
     names = ("steps_per_s", "p50_ms", "p99_ms", "errors")
@@ -55,7 +55,7 @@ def measured(env):
 
 @pytest.mark.parametrize("env", sorted(CAPACITIES))
 def test_the_table_says_what_was_measured(env):
-    """And twice as many, as after the loss of every second pod, are served without an error."""
+    """Check double the capacity too, as after losing every second pod: no errors."""
     capacity, rows = CAPACITIES[env], measured(env)
     _, _, p99_ms, errors = rows[capacity.sessions]
     assert p99_ms <= capacity.p99_ms
@@ -64,26 +64,27 @@ def test_the_table_says_what_was_measured(env):
 
 
 def waits_of(env, episodes, replicas, rounds=40):
-    """Seconds until each action of a fleet is answered, and the most sessions a server had.
+    """Simulate a fleet. Return the waiting time of each action in s, and the most sessions per
+    server.
 
-    Discrete events: each episode takes 1 to 20 actions on one server, and the next one begins on
-    the server with the fewest; nobody thinks in between. A server answers in order, as many at a
-    time as keep two cores busy; service times are lognormal with the spread that one session alone
-    was measured with, and the rate of a server with as many sessions as it is given.
+    Discrete events: an episode takes 1 to 20 actions on one server; the next one begins on the
+    server with the fewest sessions, without thinking time. A server answers in order, two at a
+    time if it can use two cores. Service times are lognormal, with the spread measured for one
+    session and the rate measured at the capacity.
     """
     rows, draw = measured(env), random.Random(0)
     steps_per_s = rows[CAPACITIES[env].sessions][0]
     at_a_time = 2 if env in ("sciworld", "webarena") else 1
     sigma = math.log(rows[1][2] / rows[1][1]) / 2.326  # p99 over p50
     mu = math.log(at_a_time / steps_per_s) - sigma**2 / 2
-    free = [[0.0] * at_a_time for _ in range(replicas)]  # when a server's workers are
+    free = [[0.0] * at_a_time for _ in range(replicas)]  # times at which workers become free
     sessions, most = [0] * replicas, 0
     emptiest = [(0, draw.random(), server) for server in range(replicas)]
     heapq.heapify(emptiest)
 
     def place():
         nonlocal most
-        while True:  # entries that are old are passed over
+        while True:  # skip outdated entries
             count, _, server = heapq.heappop(emptiest)
             if count == sessions[server]:
                 break
@@ -92,7 +93,7 @@ def waits_of(env, episodes, replicas, rounds=40):
         heapq.heappush(emptiest, (sessions[server], draw.random(), server))
         return server, draw.randint(1, 20)
 
-    asks = [(0.0, draw.random(), *place()) for _ in range(episodes)]  # when, a tie's order, where
+    asks = [(0.0, draw.random(), *place()) for _ in range(episodes)]  # time, tie-breaker, server
     heapq.heapify(asks)
     waits = []
     while len(waits) < rounds * episodes:
@@ -116,11 +117,11 @@ def test_a_fleet_of_so_many_servers_answers_in_time(env, episodes):
     replicas = replicas_for(env, episodes)
     waits, most = waits_of(env, episodes, replicas, rounds=40 if episodes < 10_000 else 4)
     assert 1000 * sorted(waits)[int(0.99 * len(waits))] <= CAPACITIES[env].p99_ms
-    assert most <= 2 * CAPACITIES[env].sessions  # none is refused
+    assert most <= 2 * CAPACITIES[env].sessions  # no session is refused
 
 
 def test_the_simulation_keeps_littles_law_and_tells_a_fleet_that_is_too_small():
-    """Sessions of a server = its rate times the time each of them waits."""
+    """Check the simulation: sessions of a server = its rate times the time in the server."""
     rate = measured("babyai")[CAPACITIES["babyai"].sessions][0]
     waits, most = waits_of("babyai", 500, 1)
     assert most == 500

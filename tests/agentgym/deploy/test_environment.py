@@ -1,4 +1,4 @@
-"""Environment servers that outlive a run: kept once, used by runs alike, ended by name."""
+"""Environment servers that outlive a run: kept once, shared by equal runs, ended by name."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ def test_a_kept_server_is_started_once_used_by_runs_and_ended_on_request(cfg, ca
         assert endpoints == {"babyai": [server.url]}
         assert endpoints["babyai"][0].token == server.token
     assert is_ready(server.url)  # it outlives the run
-    with environment_servers(cfg, True) as endpoints:  # an expert is nobody else's
+    with environment_servers(cfg, True) as endpoints:  # servers with an expert are not shared
         assert endpoints["babyai"] != [server.url]
     other = env.model_copy(update={"options": {**env.options, "actions": "high"}})
     assert kept_for(cfg, other) is None
@@ -67,7 +67,7 @@ def test_a_server_dies_with_its_keeper_and_the_next_one_is_new(cfg):
     os.kill(server.pid, signal.SIGKILL)
     wait_until(lambda: not is_ready(server.url))
     os.waitpid(server.pid, 0)
-    assert kept_for(cfg, env) is None  # its file says that it runs
+    assert kept_for(cfg, env) is None  # although its file lists it
     assert keep(cfg, env).pid != server.pid
 
 

@@ -1,6 +1,5 @@
-"""RayJobs on a real API server, their status driven as KubeRay's operator would: no operator runs.
-
-It proves our side: what is asked for, what is made of each status, what is left.
+"""RayJobs on a real API server. The tests write the status that KubeRay's operator would write.
+They cover our client: what it requests, how it maps each status, and what it deletes.
 """
 
 import contextlib
@@ -27,7 +26,7 @@ kubernetes = pytest.mark.kubernetes
 
 @pytest.fixture(scope="module")
 def namespace(kubeconfig):
-    """A `Kube` in a namespace of its own."""
+    """A `Kube` in a new namespace."""
     name = f"agentgym-rays-{secrets.token_hex(4)}"
     kube = connect(kubeconfig=kubeconfig, namespace=name)
     kind = Kind("v1", "Namespace")
@@ -38,7 +37,7 @@ def namespace(kubeconfig):
 
 
 class Operator:
-    """Statuses that KubeRay would write, and what it would own."""
+    """Writes the statuses and owned objects that KubeRay would write."""
 
     def __init__(self, kube):
         self.kube = kube
@@ -87,13 +86,13 @@ class Operator:
 
 @pytest.fixture
 def scene(namespace, tmp_path, tiny_params, monkeypatch, kubeconfig):
-    """A step that is run as RayJobs, in a thread; `outcome` has what came of it."""
+    """A step that runs as RayJobs in a thread; `outcome` has its result."""
     monkeypatch.setenv("AGENTGYM_IMAGE", IMAGE)
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
     monkeypatch.setattr(jobs, "POLL_S", 0.1)
     monkeypatch.setattr(jobs, "LOG_END_S", 0.1)
     monkeypatch.setattr("agentgym.deploy.kuberay.LOST_S", 1.0)
-    run_key = secrets.token_hex(32)  # tests do not meet each other's jobs
+    run_key = secrets.token_hex(32)  # keeps the jobs of tests apart
     store = store_at(tmp_path / "s", lease_ttl_s=0.1)
     threads = []
 
@@ -179,7 +178,7 @@ def test_the_resources_schema_takes_it_whole_and_refuses_a_wrong_field(
         job = Job("stage-2", RUN_KEY, KEY, cfg)
         wanted = rayjob(job, job.name(number), IMAGE)
         taken = namespace.create(wanted)
-        assert missing(wanted["spec"], taken["spec"]) == []  # nothing was pruned as unknown
+        assert missing(wanted["spec"], taken["spec"]) == []  # no field was pruned as unknown
         namespace.delete(RAY_JOB, job.name(number))
     wanted["spec"]["rayClusterSpec"]["authOptions"]["mode"] = "tokens"
     transport = KubeRay(namespace, IMAGE)
@@ -191,7 +190,7 @@ def test_the_resources_schema_takes_it_whole_and_refuses_a_wrong_field(
 
 
 def missing(wanted, taken, place="spec"):
-    """Places of values that were sent and are not there."""
+    """Return the paths of values that were sent and are missing in the stored object."""
     if isinstance(wanted, dict):
         return [
             found
@@ -227,7 +226,7 @@ def test_a_success_gives_the_manifest_and_leaves_nothing(scene):
     scene.operator.says(scene.first, "Complete", "SUCCEEDED")
     assert scene.ended(outcome) == manifest
     scene.operator.gone(scene.first)
-    scene.operator.until(lambda: left(scene) == [])  # the cluster went with its owner
+    scene.operator.until(lambda: left(scene) == [])  # its cluster was deleted with it
 
 
 @kubernetes
@@ -241,7 +240,7 @@ def test_a_failure_is_followed_by_the_next_attempt_and_the_last_one_tells_why(sc
     assert str(error).startswith("step stage-2 failed in 2 jobs (ray.job_attempts), the last: job")
     assert f"{scene.second} ended as FAILED (AppFailed) with exit code 1" in str(error)
     assert "boom" in str(error)
-    assert left(scene) == [scene.first, scene.second]  # to look at; KubeRay takes their clusters
+    assert left(scene) == [scene.first, scene.second]  # kept: KubeRay deletes their clusters
     again = scene.start()
     third = scene.second.removesuffix("2") + "3"
     scene.operator.wait_for(third)
@@ -291,7 +290,7 @@ def test_a_queued_job_waits_for_its_queue_and_not_for_its_place(scene):
     scene.operator.wait_for(scene.first)
     scene.kube.patch(RAY_JOB, scene.first, {"spec": {"suspend": True}})
     scene.operator.says(scene.first, "Suspended")
-    time.sleep(4)  # longer than a place may take
+    time.sleep(4)  # longer than placement_timeout_s
     assert outcome.error is None
     scene.kube.patch(RAY_JOB, scene.first, {"spec": {"suspend": False}})
     scene.operator.gives_a_cluster(scene.first, f"{scene.first}-c")
@@ -362,7 +361,7 @@ def test_a_job_that_somebody_deleted_is_not_brought_back(scene):
 def test_whoever_comes_back_follows_the_job_that_is_there(scene):
     first = scene.start()
     scene.operator.gives_a_cluster(scene.first, f"{scene.first}-c")
-    second = scene.start()  # as after a kill: the first one stays in this test, and only reads
+    second = scene.start()  # as after a kill; the first one keeps reading in this test
     time.sleep(1)
     assert left(scene) == [scene.first, f"{scene.first}-c"]
     manifest = scene.commit()
@@ -373,7 +372,7 @@ def test_whoever_comes_back_follows_the_job_that_is_there(scene):
 
 @kubernetes
 def test_jobs_of_a_cancelled_run_are_deleted_with_their_clusters_and_no_other_runs(scene):
-    """Whatever followed them was killed."""
+    """Delete jobs whose followers were killed."""
     kube, other = scene.kube, Job("stage-2", secrets.token_hex(32), KEY, scene.cfg)
     ours = Job("stage-2", scene.run_key, KEY, scene.cfg)
     for job in (ours, other):
@@ -402,7 +401,7 @@ def test_a_cluster_without_kuberay_is_told_of(scene, monkeypatch):
         ({"jobDeploymentStatus": "Running"}, Phase.WAITING),
         ({"jobDeploymentStatus": "Running", "jobStatus": "PENDING"}, Phase.WAITING),
         ({"jobDeploymentStatus": "Running", "jobStatus": "RUNNING"}, Phase.RUNNING),
-        # its submitter has not ended, or keeps the log coming
+        # the submitter has not ended, or is still reading the log
         ({"jobDeploymentStatus": "Running", "jobStatus": "SUCCEEDED"}, Phase.RUNNING),
         ({"jobDeploymentStatus": "Retrying"}, Phase.WAITING),
         ({"jobDeploymentStatus": "Suspending", "jobStatus": "RUNNING"}, Phase.QUEUED),

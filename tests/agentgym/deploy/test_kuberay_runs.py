@@ -1,7 +1,7 @@
 """A whole staged run as RayJobs: data by digest, store on S3, MLflow by address, no shared path.
 
-What runs the jobs is a stand-in for KubeRay's operator (kuberay_stand_in.py): our client is proved
-here, not KubeRay.
+A stand-in for KubeRay's operator (kuberay_stand_in.py) runs the jobs: the test covers our
+client and not KubeRay.
 """
 
 import base64
@@ -40,9 +40,7 @@ def kube(kubeconfig):
 
 @pytest.fixture(scope="module")
 def mlflow(tmp_path_factory, mlflow_server):
-    """A server's address, by a name that only the resolver knows for loopback: to the rules it is
-    another machine.
-    """
+    """Address of an MLflow server, by a name of loopback that the trust rules take for remote."""
     folder = tmp_path_factory.mktemp("mlflow")
     words = (f"--artifacts-destination={folder}/artifacts", "--allowed-hosts=127.1:PORT")
     with mlflow_server(folder, *words, host="127.1") as address:
@@ -63,7 +61,7 @@ def variables(s3_endpoint, folder):
 
 @pytest.fixture
 def operator(kube, ray_cluster, s3_endpoint, tmp_path, monkeypatch):
-    """The stand-in, and the Secret that jobs get their credentials from."""
+    """The stand-in and the Secret with the jobs' credentials."""
     monkeypatch.setenv("RAY_AUTH_TOKEN", ray_cluster.token)
     credentials = {
         name: base64.b64encode(value.encode()).decode()
@@ -113,12 +111,12 @@ def test_a_staged_run_loses_a_cluster_and_its_follower_and_ends_as_if_nothing_ha
                 assert operator.lose_cluster(f"{run}-s1-a1")
                 assert process.wait(900) == 0, (tmp_path / "log").read_text()
             assert operator.ran[-2:] == [f"{run}-s1-a1", f"{run}-s1-a2"]
-        elif name == "stage-2":  # whoever follows it is killed, and comes back
+        elif name == "stage-2":  # the following process is killed and restarted
             with step_process(params, name, tmp_path) as process:
                 until(lambda: operator.ran[-1] == f"{run}-s2-a1", operator)
                 process.kill()
             assert str(run_step(name, cfg)) == "ran"
-            assert operator.ran[-1] == f"{run}-s2-a1"  # there was no second one
+            assert operator.ran[-1] == f"{run}-s2-a1"  # no second job
         else:
             assert str(run_step(name, cfg)) == "ran", name
         seconds[name] = round(time.monotonic() - since, 1)
@@ -127,7 +125,7 @@ def test_a_staged_run_loses_a_cluster_and_its_follower_and_ends_as_if_nothing_ha
     assert kube.list(RAY_JOB).items == []
     until(lambda: kube.list(RAY_CLUSTER).items == [], operator)  # no GPU is held
     jobs = [name for name, step in steps_of(cfg).items() if step.kind not in STAYS_HERE]
-    assert len(operator.ran) == len(jobs) + 1  # the one that lost its cluster
+    assert len(operator.ran) == len(jobs) + 1  # plus one for the lost cluster
     found = {name: manifest.digest for name, manifest in finished(cfg, store).items()}
     alone = load_config(whole_run / "params.yaml")
     assert found == {

@@ -1,7 +1,7 @@
-"""Fleets that come and go with a run, by the flow's own account on a real API server.
+"""Fleets that start and end with a run, using the flow's account on a real API server.
 
-Its nodes are hollow: pods get ready there without a container, and their addresses lead nowhere,
-so that the last look, whether a server answers, is left out here.
+The nodes are hollow: pods become ready without a container, and their addresses reach no
+server, so these tests leave out the final check that a server responds.
 """
 
 import base64
@@ -87,7 +87,7 @@ def hollow(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_left(request):
-    """Whatever a test did, its namespace holds no servers afterwards."""
+    """Delete the namespace's servers after each test."""
     if "admin" not in request.fixturenames:
         yield
         return
@@ -126,10 +126,10 @@ def test_a_run_has_its_servers_and_leaves_nothing(cfg, admin, run, hollow):
         }
         assert found == {"babyai": 2, "textcraft": 1}
         addresses, trouble = wait_for(lambda: listed(babyai.listing))
-        assert (len(addresses), trouble) == (1, "")  # hollow pods share one
+        assert (len(addresses), trouble) == (1, "")  # hollow pods share one address
         (group,) = groups(admin)
         assert group.is_alive()
-        with environment_servers(cfg, True, run) as expert:  # beside it, with the expert
+        with environment_servers(cfg, True, run) as expert:  # a second fleet, with the expert
             assert f"{run}-expert" in expert["babyai"][0]
             (deployment,) = admin.list(
                 DEPLOYMENT,
@@ -183,7 +183,7 @@ def test_a_kept_fleet_outlives_runs_serves_the_next_and_ends_on_request(cfg, adm
         assert remaining(admin, run) == []
     assert admin.get(DEPLOYMENT, f"env-babyai-{name}")["spec"]["replicas"] == 2
     more = cfg.model_copy(update={"env": cfg.env.model_copy(update={"replicas": 3})})
-    assert keep_up(more, more.env) == name  # of the same servers it has more
+    assert keep_up(more, more.env) == name  # the same fleet, scaled up
     assert admin.get(DEPLOYMENT, f"env-babyai-{name}")["spec"]["replicas"] == 3
     changed = cfg.env.model_copy(update={"options": {"view": "agentgym"}})
     assert kubernetes.kept_plan(cfg, changed).run != name
@@ -198,7 +198,7 @@ def test_servers_of_a_dead_run_are_found_and_taken_away(cfg, admin, run, capsys,
         group = acquire(admin, each, ttl_s=60.0)
         send(admin, group, Plan.of(cfg, cfg.envs[1:], each, expert=False).objects)
     holder = json.loads(admin.get(LEASE, f"agentgym-{run}-a")["metadata"]["annotations"][HOLDER])
-    gone = json.dumps(holder | {"pid": 2**22 + 1, "started": "1"})  # no process has that number
+    gone = json.dumps(holder | {"pid": 2**22 + 1, "started": "1"})  # above the highest pid
     admin.patch(LEASE, f"agentgym-{run}-a", {"metadata": {"annotations": {HOLDER: gone}}})
     params = tmp_path / "params.yaml"
     params.write_text(
@@ -215,7 +215,7 @@ def test_servers_of_a_dead_run_are_found_and_taken_away(cfg, admin, run, capsys,
     assert main(["envs", "list", "--json", "--params", str(params)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["run"], row["is_alive"]) == (f"{run}-b", True)
-    assert end_run(cfg, run) == []  # its process lives
+    assert end_run(cfg, run) == []  # its process is alive
 
 
 @on_a_cluster

@@ -1,4 +1,4 @@
-"""A local environment server lives exactly as long as its `with` block."""
+"""A local environment server runs exactly as long as its `with` block."""
 
 import json
 import pickle
@@ -79,7 +79,7 @@ def test_each_server_has_a_token_of_its_own_that_nobody_else_can_read(
     ]
     assert not [text for text in shown if first.token in text]
     assert len(first.token) >= 43  # 256 random bits
-    # it goes with the endpoint to a rollout worker
+    # a rollout worker gets it with the endpoint
     assert pickle.loads(pickle.dumps(first)).token == first.token
 
 
@@ -89,7 +89,7 @@ def test_configured_servers_get_the_token_of_the_environment_wherever_they_are_a
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     cfg = RunConfig.model_validate({"env": {"endpoints": ["http://10.0.0.5:8000"]}})
     with environment_servers(cfg, False) as endpoints:
-        # to a machine with another environment
+        # also on a machine with other environment variables
         (endpoint,) = pickle.loads(pickle.dumps(endpoints))["babyai"]
     monkeypatch.delenv("AGENTGYM_ENV_TOKEN")
     assert (endpoint, token_of(endpoint)) == ("http://10.0.0.5:8000", "of-configured-servers")

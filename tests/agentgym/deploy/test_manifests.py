@@ -1,4 +1,4 @@
-"""The objects of one fleet, and what cannot be rendered is said in one line."""
+"""Tests for the objects of one fleet, and for one-line errors where rendering is impossible."""
 
 import os
 import stat
@@ -11,7 +11,7 @@ from agentgym.config import ConfigError
 from agentgym.deploy import manifests
 from agentgym.deploy.manifests import Fleet, find_kubectl, rendered, rendered_fleet
 
-pytestmark = pytest.mark.integration  # kubectl renders
+pytestmark = pytest.mark.integration  # renders with kubectl
 
 K8S = Path(__file__).parents[3] / "k8s"
 FLEET = Fleet(
@@ -48,7 +48,7 @@ def test_a_fleet_is_its_own_objects_named_and_labelled_for_its_run():
     ]
     assert all(each["agentgym.io/run"] == "r0123456789ab" for each in selectors)
     assert all(each.items() <= pod_labels.items() for each in selectors)
-    # what the policies of the namespace go by
+    # the namespace's policies select by this label
     assert pod_labels["agentgym.io/role"] == "env"
 
 
@@ -56,7 +56,7 @@ def test_in_a_pod_the_overlay_gpu_has_the_images_that_are_mounted(tmp_path, monk
     names = ("agentgym", "babyai", "sciworld", "searchqa", "textcraft", "webarena")
     for number, name in enumerate(names):
         (tmp_path / name).write_text(f"registry/{name}@sha256:{number:064x}")
-    (tmp_path / "..data").mkdir()  # as the kubelet mounts a map
+    (tmp_path / "..data").mkdir()  # how a kubelet mounts a config map
     monkeypatch.setattr(manifests, "IMAGES", tmp_path)
     (container,) = by_kind(rendered_fleet("gpu", FLEET, manifests=K8S))["Deployment"]["spec"][
         "template"
@@ -65,7 +65,7 @@ def test_in_a_pod_the_overlay_gpu_has_the_images_that_are_mounted(tmp_path, monk
 
 
 def test_no_selector_of_a_fleet_selects_the_pods_of_another():
-    """An eviction of a pod that two budgets select is refused."""
+    """Give each pod at most one budget: a pod that two budgets select cannot be evicted."""
     fleets = [
         by_kind(each for each in rendered("kind", manifests=K8S) if is_server(each, "textcraft")),
         *(
@@ -88,7 +88,7 @@ def test_it_has_the_replicas_and_arguments_that_were_asked_for():
     assert deployment["spec"]["replicas"] == 5
     args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert args[0] == "textcraft"
-    # the last of two equal options wins; Kubernetes would put a variable for $(HOME)
+    # the last of two equal options wins; Kubernetes would expand $(HOME)
     assert args[-2:] == ["--max-sessions=64", '--options={"goals": ["$$(HOME)"]}']
 
 

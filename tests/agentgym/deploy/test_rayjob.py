@@ -1,4 +1,4 @@
-"""The RayJob of an attempt: what an operator and a reader of it rely on."""
+"""Tests for the RayJob of an attempt: the fields that an operator and a reader rely on."""
 
 import re
 
@@ -53,9 +53,9 @@ def test_it_ends_with_its_job_and_never_outlives_its_deadline(job):
     spec = made(job("ray.job_timeout_s=7200"))["spec"]
     assert spec["shutdownAfterJobFinishes"] is True
     assert (spec["ttlSecondsAfterFinished"], spec["activeDeadlineSeconds"]) == (30, 7200)
-    assert spec["backoffLimit"] == 0  # attempts are ours
+    assert spec["backoffLimit"] == 0  # attempts are counted here, not by KubeRay
     assert spec["submissionMode"] == "K8sJobMode"
-    assert "suspend" not in spec  # a queue's
+    assert "suspend" not in spec  # set by queues only
 
 
 def test_deletion_rules_take_the_cluster_first_and_the_job_later_and_stand_alone(job):
@@ -79,7 +79,7 @@ def test_deletion_rules_take_the_cluster_first_and_the_job_later_and_stand_alone
 def test_the_cluster_asks_for_a_token_and_its_head_computes_nothing(job):
     cluster = made(job())["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token"}
-    assert re.fullmatch(r"2\.\d+\.\d+", cluster["rayVersion"])  # KubeRay asks for it with a token
+    assert re.fullmatch(r"2\.\d+\.\d+", cluster["rayVersion"])  # required for tokens
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
 
 
@@ -110,8 +110,8 @@ def test_gpus_are_the_workers_alone_and_their_nodes_tell_by_label_and_taint(job)
 
 def test_a_step_that_computes_in_its_own_process_is_placed_where_the_room_is(job):
     spec = made(job(deterministic=True))["spec"]
-    assert spec["entrypointNumCpus"] == 1  # of a worker: the head has none
-    assert made(job())["spec"]["entrypointNumCpus"] == 0  # its actors have them
+    assert spec["entrypointNumCpus"] == 1  # on a worker: the head has no CPUs
+    assert made(job())["spec"]["entrypointNumCpus"] == 0  # its actors request them
 
 
 def test_kueue_admits_it_by_its_labels(job):
@@ -169,7 +169,7 @@ def test_its_parameters_are_the_runs_and_survive_kubernetes_variables(job, monke
     assert inner.semantic() == asked.cfg.semantic()
     assert not inner.data.path.is_absolute()
     assert values["MLFLOW_TRACKING_URI"] == "http://mlflow:5000"
-    assert str(tmp_path) not in yaml.safe_dump(resource)  # no path of this machine
+    assert str(tmp_path) not in yaml.safe_dump(resource)  # no local path
 
 
 def test_the_image_is_the_deployments_choice():

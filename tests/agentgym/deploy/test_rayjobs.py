@@ -1,4 +1,4 @@
-"""A step as a Ray job: one job per attempt, whoever follows it and however often."""
+"""A step as a Ray job: one job per attempt, however many processes follow it."""
 
 import signal
 import subprocess
@@ -122,9 +122,7 @@ ORCHESTRATOR = (
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, tiny_params, ray_cluster):
-    """A run whose warm start takes a while and is a job on the cluster; what comes before it is
-    done.
-    """
+    """A run whose next step is a long warm start that runs as a job on the cluster."""
     folder = tmp_path_factory.mktemp("jobs")
     warm_start = {"num_demos": 60, "steps": 500, "batch_size": 16, "optimizer": {"lr": 0.005}}
     ray = {"address": ray_cluster.dashboard}
@@ -180,7 +178,7 @@ def test_a_cancelled_job_is_stopped_and_a_lost_orchestrator_finds_its_job_again(
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 130, log.read_text()
     assert jobs(client, base) == {f"{base}1": "STOPPED"}
-    # it had the time to end in order
+    # the job had time to end cleanly
     assert list(cfg.store.path.glob("steps/warm-start-*/leases/000001.released"))
 
     with orchestrate(prepared, log) as process:  # killed while it trains
@@ -192,7 +190,7 @@ def test_a_cancelled_job_is_stopped_and_a_lost_orchestrator_finds_its_job_again(
     commits = store.history("warm-start", outcome.manifest.key)
     assert [commit.state["sft_step"] for commit in commits] == list(range(20, 501, 20))
     assert [commit.epoch for commit in commits] == sorted(commit.epoch for commit in commits)
-    assert len({commit.epoch for commit in commits}) == 2  # the two jobs, nobody else
+    assert len({commit.epoch for commit in commits}) == 2  # from the two jobs only
     assert finished(cfg, store)["warm-start"].digest == outcome.manifest.digest
     assert str(run_step("warm-start", cfg)) == "done"
 

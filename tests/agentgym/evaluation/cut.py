@@ -1,18 +1,18 @@
-"""Episodes of a long horizon, cut to a shorter one."""
+"""Shorten episodes of a long horizon to a shorter one."""
 
 from dataclasses import replace
 
 from agentgym.types import Status
 
-# how the environment ended an episode: a longer horizon changes nothing
+# the environment ended the episode: a longer horizon changes nothing
 ENDED = (Status.TERMINATED, Status.ENV_LIMIT)
 
 
 def truncate(trajectory, max_turns):
-    """Return the episode as a run with this horizon would have recorded it, but for id and times.
+    """Return the episode as a run with this horizon would have recorded it, except id and times.
 
-    A failure after that many turns did not happen in that run. The last observation of a cut
-    episode is not among its tokens, as evaluations record them.
+    Failures after that many turns are dropped. The last observation of a cut episode is not among
+    its tokens, as in recorded evaluations.
     Errors: ValueError if the episode was played with a shorter horizon.
     """
     if max_turns > trajectory.max_turns or max_turns < 1:

@@ -1,4 +1,4 @@
-"""Results made of tables of outcomes."""
+"""Results built from tables of outcomes."""
 
 import math
 
@@ -11,13 +11,13 @@ NAN = float("nan")
 
 
 def wilson(successes, n):
-    """Wilson's 95 % interval of a proportion, by scipy."""
+    """Return Wilson's 95 % interval of a proportion, by scipy."""
     bounds = binomtest(successes, n).proportion_ci(0.95, "wilson")
     return Interval(successes / n, bounds.low, bounds.high, n)
 
 
 def result_of(greedy, samples, families=None, envs=None):
-    """A result of three turns an episode. greedy: [I], samples: [I, n], NaN where one failed."""
+    """Return a result, three turns per episode. greedy: [I], samples: [I, n], NaN for failures."""
     slots = []
     for row, (one, others) in enumerate(zip(greedy, samples, strict=True)):
         env = envs[row] if envs else "babyai"

@@ -1,4 +1,4 @@
-"""What an evaluation reports where episodes failed, and when it reports nothing."""
+"""Tests for evaluations with failed episodes: what they report, and when they report nothing."""
 
 import contextlib
 from dataclasses import replace
@@ -22,7 +22,7 @@ from tests.agentgym.evaluation.outcomes import NAN, result_of
 
 
 class Failing:
-    """BabyAI, but for task 1001."""
+    """BabyAI environment that fails for task 1001."""
 
     def __init__(self, world):
         self.world = world

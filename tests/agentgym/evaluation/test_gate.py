@@ -1,4 +1,4 @@
-"""The decision itself: who is promoted, who is held and how many items would do, who is refused."""
+"""Tests for the gate's decision: promote, hold (with the number of items needed), or reject."""
 
 import json
 from dataclasses import replace
@@ -14,14 +14,14 @@ RULES = GateConfig()
 
 
 def pair(before, after, families=None):
-    """Of one sample each. before, after: [I] of 0, 1 or NaN."""
+    """Return a pair with one sample per item. before, after: [I] of 0, 1 or NaN."""
     before, after = (np.array(each, dtype=float)[:, None] for each in (before, after))
     names = tuple(f"babyai_{row}" for row in range(len(before)))
     return Pair(names, tuple(families or [None] * len(before)), before, after)
 
 
 def solved(won, lost, both, neither):
-    """So many items that only the candidate solves, only the champion, both, and nobody."""
+    """Return a pair by counts of items: candidate only, champion only, both and neither succeed."""
     before = [0] * won + [1] * lost + [1] * both + [0] * neither
     after = [1] * won + [0] * lost + [1] * both + [0] * neither
     return pair(before, after)
@@ -82,7 +82,7 @@ def test_a_handful_of_items_promotes_nobody_however_clear_they_are():
 
 
 def test_single_episodes_are_judged_by_the_exact_test_as_well():
-    """5 wins of 5 that differ: p = 1/32; 4 of 4: 1/16, whatever a normal bound says."""
+    """Apply the exact test: 5 wins of 5 differences have p = 1/32, 4 of 4 have 1/16."""
     rules = GateConfig(worth=0.5)
     five, four = (judge(rules, evidence(solved(n, 0, 60, 0))) for n in (5, 4))
     assert ruling(five, "gain").numbers["p"] == pytest.approx(1 / 32)
@@ -155,7 +155,7 @@ def test_an_environment_may_not_lose_more_than_its_margin():
     found = judge(RULES, evidence(gains, loses))
     assert found.verdict == "REJECT"
     assert "textcraft" in found.why
-    # 4 points of 400 are lost, their bound is 7.0: within a margin of 10, not told from one of 5
+    # a loss of 4 points of 400, bound 7.0: within a margin of 10, inconclusive for a margin of 5
     slight = solved(25, 41, 250, 84)
     assert judge(RULES, evidence(gains, slight)).verdict == "HOLD"
     assert (

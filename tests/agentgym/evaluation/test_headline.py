@@ -1,6 +1,4 @@
-"""The numbers of a run's own evaluations, against numbers worked out on paper; their intervals are
-those of every evaluation.
-"""
+"""Headline numbers of a run's evaluations compared with hand-computed values."""
 
 import numpy as np
 import pytest
@@ -41,11 +39,11 @@ def test_a_failed_environment_is_left_out_and_never_a_zero():
     samples = np.array([[1, NAN, 1], [0, 1, 0], [NAN, NAN, NAN]])
     found = summary(greedy, samples, k=(2, 3))
     assert bounds(found["greedy"]) == pytest.approx(bounds(wilson(2, 2)))
-    # a zero would give (2/3 + 1/3 + 0) / 3
+    # counting failures as 0 would give (2/3 + 1/3 + 0) / 3
     assert found["avg_at_3"].mean == pytest.approx((1 + 1 / 3) / 2)
     assert found["avg_at_3"].num_items == 2
     assert found["pass_at_2"].mean == pytest.approx((1 + 2 / 3) / 2)
-    assert found["pass_at_3"].num_items == 1  # the first item has two valid samples left
+    assert found["pass_at_3"].num_items == 1  # the first item has only two valid samples
     assert headline(result_of(greedy, samples), (2,), 0.95)["num_env_errors"] == 5
 
 
@@ -123,7 +121,7 @@ def test_failed_episodes_are_failures_in_the_other_convention():
 
 
 def test_both_conventions_are_reported_with_the_share_that_counts():
-    """Nine of 100 items run out of time: 50 % of all, 55 % of those that ended."""
+    """Let nine of 100 items time out: 50 % of all items succeed, 55 % of the finished ones."""
     found = scored([1.0] * 50 + [0.0] * 41 + [NAN] * 9)
     assert found["summary"]["greedy"]["mean"] == pytest.approx(50 / 91)
     assert found[FAILED]["greedy"]["mean"] == found[FAILED]["avg_at_1"]["mean"] == 0.5

@@ -1,4 +1,4 @@
-"""One history decides in a registry, wherever the stores are, and between models of one thing."""
+"""One decision history per registry for all stores, and decisions among comparable models only."""
 
 import shutil
 from dataclasses import replace
@@ -44,7 +44,7 @@ COUNTING = Question(
 
 
 def test_a_second_environment_keeps_its_hands_off_the_champion(registry):
-    """Also where both were given one name by hand; it is never played for a gain that is none."""
+    """Hold a second environment's model under the same name, without an evaluation."""
     registry.consider(registry.version(100, BABYAI))
     candidate = registry.version(190, COUNTING)
 
@@ -92,7 +92,7 @@ def test_a_champion_of_an_earlier_version_is_known_by_its_runs_environments(regi
 
 
 def test_two_stores_on_one_mlflow_decide_in_one_history(registry, tmp_path):
-    """The second one is judged by the first one's champion, and its decision goes on there."""
+    """Judge the second store's model by the first store's champion, and extend that history."""
     registry.consider(registry.version(100))
     first = registry.store
     registry.store = registry.store_in(tmp_path / "second")
@@ -130,7 +130,7 @@ def test_the_history_of_a_store_that_was_moved_or_copied_goes_on_in_it(registry,
 
 
 def test_a_copy_of_store_and_registry_decides_in_its_own_history(empty_ledger, tmp_path):
-    """It never writes into the store that it was copied from."""
+    """Never write into the store that was copied."""
     for name in ("first", "copy"):
         folder = tmp_path / name
         if name == "copy":
@@ -161,7 +161,7 @@ def test_a_history_on_another_machine_is_named_and_nothing_is_decided_beside_it(
         registry.consider(candidate)
     entry = registry.promotions().undecided(candidate, "why")
     assert (entry.moved, entry.before.number, registry.holder) == (False, "1", "1")
-    # where its store is, all goes on
+    # decisions continue where the store is
     registry.store = registry.store_in(tmp_path / "store")
     assert registry.consider(candidate).moved
 
@@ -177,7 +177,7 @@ def test_where_the_store_of_a_history_was_deleted_another_begins_with_the_champi
 
 
 def test_a_history_of_an_earlier_release_goes_on(registry):
-    """One whose registry does not say where it is."""
+    """Continue a history whose registry has no tag with its location."""
     registry.consider(registry.version(100))
     registry.tracker.client.delete_registered_model_tag(registry.name, f"{HOME}champion")
     assert registry.consider(registry.version(140)).before.number == "1"
@@ -185,7 +185,7 @@ def test_a_history_of_an_earlier_release_goes_on(registry):
 
 
 def taken_by_another_environment(registry):
-    """As an earlier release judged: both played one question. Result: what both are versions of."""
+    """Move the alias to another environment, as an earlier release did. Return both versions."""
     first, other = registry.version(100, BABYAI), registry.version(190, COUNTING)
     registry.consider(first)
     promotions = registry.promotions()
@@ -209,7 +209,7 @@ def test_an_alias_that_another_environment_took_is_found_until_it_is_given_back(
 
 
 def findings(registry, tmp_path, *overrides):
-    """Of `agentgym doctor`, those on this registered model."""
+    """Return the findings of `agentgym doctor` on this registered model."""
     own = [f"tracking.uri={registry.tracker.uri}", f"store.path={tmp_path / 'store'}"]
     found = doctor._aliases(load_config(overrides=[*own, *overrides]))
     return [each for each in found if registry.name in each.text]
@@ -225,7 +225,7 @@ def test_doctor_finds_an_alias_that_another_environment_took(registry, tmp_path)
 
 
 def test_doctor_finds_a_first_champion_of_another_environment_than_its_name(registry, tmp_path):
-    """A plug-in's first run, while the name was a constant."""
+    """Register a plug-in's first run under the name that was a constant then."""
     registry.consider(registry.version(100, COUNTING))
     (finding,) = findings(registry, tmp_path, f"registry.model_name={registry.name}")
     assert f"{registry.name}@champion is version 1 of counting, and this run's" in finding.text

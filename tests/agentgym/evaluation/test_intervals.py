@@ -1,6 +1,4 @@
-"""Intervals over items, families and seeds, and pass@k, against numbers worked out by hand and
-worlds whose truth is known.
-"""
+"""Intervals over items, families and seeds, and pass@k: hand-computed values and simulations."""
 
 from __future__ import annotations
 
@@ -49,7 +47,7 @@ def test_a_large_family_outweighs_the_others_and_leaves_fewer_degrees_of_freedom
     sizes = [50, 2, 2, 2]
     codes = np.repeat(np.arange(4), sizes)
     values = np.random.default_rng(1).normal(size=(1, codes.size))
-    # by matrices: B of Bell and McCaffrey, trace squared over the trace of its square
+    # in matrix form: Bell and McCaffrey's B, trace squared over the trace of its square
     total, center = codes.size, np.eye(codes.size) - 1 / codes.size
     rows = [
         center @ (codes == g) / total / np.sqrt(1 - size / total) for g, size in enumerate(sizes)
@@ -77,13 +75,13 @@ def test_a_difference_of_nothing_keeps_a_width_and_a_p_of_one():
 @pytest.mark.parametrize("families", [0, 5, 30])
 @pytest.mark.parametrize("kind", ["share", "difference"])
 def test_the_interval_covers(intervals, families, kind):
-    """A reduced twin of `make measure NAME=intervals`."""
+    """Run a small version of `make measure NAME=intervals`."""
     shift = 0.7 if families else 0.0
     world = intervals.FamiliesWorld(kind, "avg", 0.3, 120, 4, 1.0, families, shift)
     generator = np.random.Generator(np.random.Philox(5))
     found = intervals.simulate_families(world, 3000, generator)["coverage"]
     assert found["ours"] >= 0.92
-    if families:  # what it would be to take every item for itself
+    if families:  # treating items as independent covers too little
         assert found["items"] < 0.9
         assert found["bootstrap"] < found["ours"]
     else:
@@ -97,13 +95,13 @@ def test_the_committed_coverage_is_within_the_band():
     assert found["simulations"] >= 10_000
     above = [each for each in found["cells"] if each["inside"] and each["coverage"]["ours"] > high]
     assert found["outside_band"] == above
-    known = {(50, 1, 0.1), (50, 1, 0.9)}  # Wilson's own exact coverage there is 97.03 %
+    known = {(50, 1, 0.1), (50, 1, 0.9)}  # exact coverage of Wilson's interval: 97.03 %
     assert {(each["items"], each["samples"], each["success"]) for each in above} == known
     inside = found["inside"]["ours"]
     assert low <= inside["lowest"]
     assert found["outside"]["ours"]["lowest"] >= low
     assert found["inside"]["items"]["lowest"] < 0.8
-    assert found["outside"]["bootstrap"]["lowest"] < 0.8  # why it is not the product's
+    assert found["outside"]["bootstrap"]["lowest"] < 0.8  # the reason it is not used
 
 
 def interval(values, kind="share"):
@@ -120,10 +118,10 @@ def test_seeds_that_differ_on_items_all_alike_give_the_interval_of_their_means()
 
 def test_seeds_that_agree_leave_the_items():
     items = np.tile(np.arange(100) % 2, (3, 1))
-    # variance of 100 coins is .2525 / 100 with 1 off; z or t, it is about 1.98 * 5 points
+    # variance of 100 coins: .2525 / 100 with n - 1; the half-width is about 1.98 * 5 points
     found = interval(items)
     assert (found.low, found.high) == pytest.approx((0.403, 0.597), abs=0.003)
-    alone = interval(items[:1])  # one seed speaks about items
+    alone = interval(items[:1])  # one seed gives the interval over items
     assert (alone.low, alone.high) == pytest.approx((found.low, found.high), abs=0.003)
 
 
@@ -138,7 +136,7 @@ def test_fewer_than_three_seeds_give_an_interval_over_items_alone(num_seeds):
 
 @pytest.mark.parametrize("num_seeds", [2, 3, 5])
 def test_seeds_that_happen_to_agree_are_no_proof(num_seeds):
-    """Two seeds gained +1.6 points each, on different items: +1.6 [+1.6, +1.6] was said."""
+    """Avoid a zero-width interval: two seeds with equal gains on different items once gave one."""
     values = np.zeros((num_seeds, 500))
     for seed in range(num_seeds):
         values[seed, 20 * seed : 20 * seed + 14] = 1
@@ -172,7 +170,7 @@ def test_nothing_but_successes_is_no_proof():
 
 
 def test_failed_episodes_are_left_out_and_every_seed_counts_alike():
-    # seed 0 has one valid item with 1, seed 1 two with 0: means 1 and 0
+    # seed 0 has one valid item with success 1, seed 1 two with 0: means 1 and 0
     found = interval([[1, NAN], [0, 0]])
     assert (found.mean, found.num_items) == (0.5, 2)
     assert found.low < 0.1
@@ -196,9 +194,9 @@ def test_tables_together_are_tables_one_by_one():
 @pytest.mark.parametrize("success", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("spread", [0.0, 0.05, 0.12])
 def test_the_interval_over_three_seeds_covers(intervals, kind, success, spread):
-    """A reduced twin of `make measure NAME=intervals`; the crossed bootstrap this replaces held the
-    truth in 76 to 88 of 100 where seeds differ. Where they do not differ it is wide rather than
-    short, for it is never narrower than that over the items.
+    """Run a small version of `make measure NAME=intervals`.
+    The crossed bootstrap used before covered 76 to 88 of 100 where seeds differ. Where they agree
+    this interval is too wide: it is never narrower than the one over items.
     """
     world = intervals.SeedsWorld(kind, success, spread, 3, 50, 4, 1.5, True)
     found = intervals.simulate_seeds(world, 3000, np.random.Generator(np.random.Philox(5)))

@@ -1,6 +1,4 @@
-"""What an evaluation says, worked out by hand from a few slots; its estimates against closed forms
-and worlds whose truth is known.
-"""
+"""Numbers of an evaluation, hand-computed from a few slots; estimates against closed forms."""
 
 import json
 from math import comb
@@ -45,7 +43,7 @@ def slot(item, sample, success, *, outcome=Outcome.SCORED, turns=4, family="nq",
 
 def numbers(slots):
     found = numbers_of(slots, PROTOCOL)["searchqa"]
-    json.dumps(found, allow_nan=False)  # undefined is null, never a number
+    json.dumps(found, allow_nan=False)  # undefined is null, never NaN
     return found
 
 
@@ -172,7 +170,7 @@ def test_one_sample_per_item_gets_wilsons_interval():
 
 
 def test_an_interval_over_families_is_that_of_their_means():
-    # five families of ten items, all alike within: t with 4 degrees of freedom of five means
+    # five families of ten equal items: t with 4 degrees of freedom over five means
     means = np.array([0.2, 0.3, 0.5, 0.7, 0.8])
     rewards = np.repeat(means, 10)[:, None]
     families = np.repeat(list("abcde"), 10).tolist()
@@ -201,7 +199,7 @@ def test_what_a_success_takes_is_the_mean_over_successes():
     found = to_success(turns, samples, confidence=0.95)
     assert (found["mean"].mean, found["median"], found["num_episodes"]) == (5.0, 5.0, 3)
     assert to_success(turns, np.zeros((3, 2)), confidence=0.95) is None
-    turns[0, 0] = NAN  # an endpoint that does not tell its tokens: unknown, not 0
+    turns[0, 0] = NAN  # an endpoint without token counts: unknown, not 0
     assert to_success(turns, samples, confidence=0.95) is None
 
 

@@ -1,4 +1,4 @@
-"""The page of an evaluation: both conventions, every failure, and nobody's text as markup."""
+"""Pages of an evaluation show both conventions and every failure, and escape all text."""
 
 import re
 
@@ -32,7 +32,7 @@ def episode(item, status, success=False, error=None, usage=None):
 
 
 def result(**counted):
-    """counted: of the replies that were given."""
+    """Return a result; `counted` sets the usage of the replies."""
     protocol = protocol_from({"envs": [{"env": {"name": "babyai"}}], "min_coverage": 0.9}, {})
     items = [Item("babyai", task) for task in range(3)]
     slots = list(expected_slots({"babyai": items}, {"babyai": (1,)}, {"babyai": [None] * 3}))

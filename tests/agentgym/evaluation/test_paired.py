@@ -1,4 +1,4 @@
-"""What two results of one question show, and that results of two questions are refused."""
+"""Paired comparison of two results; results of different questions are refused."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def pair(before, after, families=None):
 
 
 def result(successes, **changed):
-    """successes: [items][samples]; None: it failed."""
+    """Return a result. successes: [items][samples], None for a failed episode."""
     slots = tuple(
         Slot(
             "babyai",
@@ -65,7 +65,7 @@ def test_more_samples_are_students_paired_t_over_items():
     found = decide(pair(before, after), confidence=0.95)
     known = ttest_rel(after.mean(axis=1), before.mean(axis=1))
     assert found.test == "clustered_t"
-    # degrees of freedom fall a little where a few items make the variance
+    # few items determine the variance: slightly fewer degrees of freedom
     assert found.p_value == pytest.approx(known.pvalue, abs=0.002)
     assert found.difference.low == pytest.approx(known.confidence_interval().low, abs=0.002)
 
@@ -129,7 +129,7 @@ def test_results_are_aligned_by_item_and_sample_and_failures_leave_both():
     assert found.families == ("level 0", "level 1")
     decision = decide(found, confidence=0.95)
     assert (decision.wins, decision.losses) == (("babyai_0",), ("babyai_1",))
-    assert decision.before == pytest.approx(0.75)  # babyai_1 by its second sample alone
+    assert decision.before == pytest.approx(0.75)  # babyai_1 counts its second sample only
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""A policy's name is taken apart without asking anybody; a model that was not trained here is told
-the rules, and has tokens for every turn.
-"""
+"""Policy names are parsed offline; models trained elsewhere get the rules and longer contexts."""
 
 import pytest
 
@@ -104,7 +102,7 @@ def test_every_turn_has_room_for_a_reply_and_an_observation():
         ({"instructions": True, "examples": 2}, (512, 4096 + 2 * 1024, True)),
         ({"max_new_tokens": 40}, (40, 1024 + 3 * (40 + 512), True)),
         ({"max_new_tokens": 500}, (500, 1024 + 3 * (500 + 512), True)),
-        ({"context_tokens": 600}, (300, 600, True)),  # the reply is what gives way
+        ({"context_tokens": 600}, (300, 600, True)),  # the reply is shortened
         ({"context_tokens": 600, "max_new_tokens": 500}, (500, 600, True)),
     ],
 )
@@ -120,7 +118,7 @@ def test_a_setting_of_the_run_holds_where_somebody_gave_it_with_the_command():
 def test_the_window_of_a_model_is_not_exceeded_and_a_run_that_allows_more_is_not_lowered():
     assert budget(window=2048) == (512, 2048, True)
     assert budget(window=800) == (400, 800, True)
-    assert budget(window=100) == (256, 512, True)  # as the run has it
+    assert budget(window=100) == (256, 512, True)  # the run's own values
     cfg = CFG.model_copy(
         update={
             "rollout": CFG.rollout.model_copy(update={"max_new_tokens": 2000}),
@@ -144,7 +142,7 @@ def test_only_what_the_protocol_does_not_say_is_of_the_policys_identity():
     protocol, own = asked()
     (found,) = adaptations(protocol, own, RULES, instructions_of(own, RULES)).values()
     assert (found["max_new_tokens"], found["context_tokens"]) == (512, 4096)
-    # where the protocol says the same, all policies are asked alike
+    # if the protocol sets these values, no policy is adapted
     assert adaptations(own, own, RULES, RULES) == {}
     _, react = asked(action_format="react")
     told = instructions_of(react, RULES)

@@ -1,4 +1,4 @@
-"""A protocol is a checked file; what changes a result is in its digest, and nothing else."""
+"""A protocol is a validated file; its digest covers exactly the settings that change a result."""
 
 import json
 
@@ -125,7 +125,7 @@ def test_the_published_protocol_without_its_data_names_the_command_that_brings_t
     with pytest.raises(DataError, match=r"babyai_test.json does not exist; run `agentgym data imp"):
         items_of(protocol, RunConfig())
     (tmp_path / "data/hub").mkdir(parents=True)
-    (tmp_path / "data/hub/AgentGym-RL-Data-ID.dvc").touch()  # somebody imported them
+    (tmp_path / "data/hub/AgentGym-RL-Data-ID.dvc").touch()  # the data set was imported
     with pytest.raises(DataError, match=r"run `dvc pull data/hub/AgentGym-RL-Data-ID.dvc`"):
         items_of(protocol, RunConfig())
 

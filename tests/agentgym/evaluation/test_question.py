@@ -1,4 +1,4 @@
-"""What two models were judged on, and what keeps one of them from taking the other's place."""
+"""Tests for the question that models were judged on, and for models that are not comparable."""
 
 from dataclasses import replace
 
@@ -94,7 +94,7 @@ def test_a_protocol_of_the_gates_own_needs_the_same_environments_alone():
 
 
 def test_what_is_not_known_of_a_champion_differs_from_nothing():
-    """Of an earlier version's champion the environments alone may be known."""
+    """Know only the environments of a champion, as for one of an earlier version."""
     assert other_question(QUESTION, Question({"babyai": {}, "textcraft": {}})) == ""
 
 

@@ -1,4 +1,4 @@
-"""Episodes as parquet: every attempt a row, whatever it held."""
+"""Episodes as parquet: one row per attempt, for any content."""
 
 from agentgym.evaluation import record
 from agentgym.types import Item, Status, Trajectory, Turn, Usage

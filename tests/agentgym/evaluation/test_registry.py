@@ -1,5 +1,5 @@
-"""The alias moves by recorded decisions alone, on a real MLflow server: serially, after every kill
-the same, and never unnoticed.
+"""The alias moves only by recorded decisions, tested on a real MLflow server.
+Decisions are serialized, survive every kill, and changes by hand are reported.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def tracker(tmp_path_factory, empty_ledger, mlflow_server):
-    """A server with its own artifacts, as several people would share it."""
+    """A server with its own artifacts, as a team would share it."""
     folder = tmp_path_factory.mktemp("server")
     (folder / "mlflow.db").write_bytes(empty_ledger.read_bytes())
     artifacts = f"--artifacts-destination={folder / 'artifacts'}"
@@ -94,7 +94,7 @@ def test_asked_again_what_was_decided_stands(registry):
 
 
 def promote(uri, folder, name, evidence, where=None):
-    """Judge version 2 with this evidence as a process of its own would; die at `where`."""
+    """Judge version 2 with this evidence, as another process; die with SIGKILL at `where`."""
     tracker = Tracker(uri, "tests", folder / "unused")
     promotions = Promotions(store_at(folder / "store", lease_ttl_s=30.0), tracker, name, "champion")
     places = {
@@ -123,8 +123,8 @@ def promote(uri, folder, name, evidence, where=None):
 def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
     registry, tmp_path, where, moved_before
 ):
-    """Between version and history, history and decision, decision and alias, alias and history:
-    the process is gone, with its lease.
+    """Kill the process between any two writes: version, history, decision, alias, history.
+    Its lease is left behind.
     """
     registry.consider(registry.version(100))
     candidate = registry.version(140)
@@ -145,7 +145,7 @@ def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
 
 
 def test_two_pipelines_at_once_end_in_one_consistent_champion(registry):
-    """Both beat the champion they were compared with; the lesser one does not beat the better."""
+    """Let both beat the first champion; the weaker one does not replace the stronger one."""
     registry.consider(registry.version(60))
     candidates = [registry.version(150), registry.version(110)]
     together = threading.Barrier(2)
@@ -155,7 +155,7 @@ def test_two_pipelines_at_once_end_in_one_consistent_champion(registry):
 
         def evidence_for(champion):
             if not met:
-                met.append(together.wait(30))  # both were compared with the same champion
+                met.append(together.wait(30))  # both compare with the first champion
             return registry.evidence(candidate, champion)
 
         found.append(promotions.consider(candidate, RULES, evidence_for, candidate.checkpoint))
@@ -188,7 +188,7 @@ def test_an_alias_that_was_moved_by_hand_is_named_and_nothing_moves_until_it_is_
     promotions = registry.promotions()
     assert "no version" in promotions.standing(promotions.history.entries()).drift
     promotions.restore()
-    assert registry.holder is None  # whoever took it away meant it
+    assert registry.holder is None  # removed on purpose by its user
 
 
 def test_rollback_restores_the_one_before_and_is_in_the_history(registry):

@@ -1,4 +1,4 @@
-"""A result has a row for everything that was asked, and says what became of it."""
+"""A result has a row for every requested episode, with its outcome."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""An episode of a long horizon, cut, is the episode of a short one: to the bit."""
+"""An episode of a long horizon, cut, equals the episode of a short horizon to the bit."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ WORLDS = {"babyai": {"levels": ["GoToRedBallNoDists"]}, "textcraft": {"max_depth
 
 @pytest.fixture(scope="module", params=WORLDS)
 def at_horizon(request, serving, make_model, tokenizer):
-    """at_horizon(h) -> every episode of a deterministic run with that horizon."""
+    """Return a function of h that gives every episode of a deterministic run with horizon h."""
     items = [Item(request.param, task) for task in range(6)]
     renderer = ChatRenderer(tokenizer)
 
@@ -93,7 +93,7 @@ def slot(turns, outcome, success=False, item=0):
 def test_what_came_after_the_cut_did_not_happen():
     won = slot(3, Outcome.SCORED, success=True, item=0)
     cut = slot(LONGEST, Outcome.TRUNCATED, item=1)
-    broken = slot(5, Outcome.ENV_ERROR, item=2)  # it breaks in its sixth turn
+    broken = slot(5, Outcome.ENV_ERROR, item=2)  # it fails in its sixth turn
     curve = by_turns([won, cut, broken], LONGEST, confidence=0.95)
     assert [each.mean for each in curve.success] == pytest.approx(
         [0, 0, 1 / 3, 1 / 3, 1 / 3, 0.5, 0.5, 0.5, 0.5]

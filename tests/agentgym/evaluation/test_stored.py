@@ -1,4 +1,4 @@
-"""Results are computed from stored episodes; what a file says of them is compared."""
+"""Results are computed from stored episodes and compared with the result file."""
 
 import json
 from dataclasses import asdict
@@ -34,7 +34,7 @@ def cfg(copy_run, tmp_path, tiny_params, tiny_endpoint):
 
 
 def forged(data):
-    """A result in which every episode is a success."""
+    """Return a result in which every episode is a success."""
     tree = json.loads(data)
     columns = {name: place for place, name in enumerate(tree["columns"])}
     for slot in tree["slots"]:
@@ -71,7 +71,7 @@ def test_a_result_that_is_not_that_of_its_episodes_is_read_by_nobody(cfg, forger
 
 
 def test_the_gate_refuses_a_forged_result_of_its_own_protocol(cfg, forger_of, tmp_path):
-    """The position of who writes the store: a model of 0 takes the place of a better one."""
+    """Forge a result as a writer of the store could: a model without success would be promoted."""
     forger = forger_of(cfg)
     protocol = tmp_path / "gate.yaml"
     protocol.write_text(
@@ -95,7 +95,7 @@ def test_the_gate_refuses_a_forged_result_of_its_own_protocol(cfg, forger_of, tm
 
 
 def test_an_evaluation_of_a_run_before_it_had_a_plan_is_still_read(cfg):
-    """Its commits had the episodes, its last one the outcomes as two tables."""
+    """Read commits that hold the episodes, with the outcomes as two tables in the last one."""
     store, done = open_store(cfg), finished(cfg, open_store(cfg))
     now = stored_result(store, done[LAST])
     items, greedy, samples = outcome_table(now.slots)
@@ -153,7 +153,7 @@ def test_a_run_s_evaluation_has_the_record_of_any(cfg):
 
 
 def test_the_viewer_and_the_command_decide_alike(cfg):
-    """Today's pages: 275 episodes won against 58 items, 47.4 against 49.8 points."""
+    """Compare both estimates: pages once gave 47.4 points (episodes), the command 49.8 (items)."""
     named = [find_result(f":{name}", cfg) for name in ("initialize", "stage-2")]
     (contrast,) = versus(named)["contrasts"]
     viewer = Viewer.open(cfg)

@@ -1,4 +1,4 @@
-"""What several files of tests learn from."""
+"""Fixtures that several test files of the learner share."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.agentgym.learner.learning import OPTIMIZER
 
 @pytest.fixture(scope="session")
 def batch_of():
-    """batch_of(lengths, vocabulary) -> random sequences of these lengths, with random rewards."""
+    """Return a function of (lengths, vocabulary) that makes a batch with random rewards."""
 
     def make(lengths, vocabulary):
         generator = torch.Generator().manual_seed(3)
@@ -39,7 +39,7 @@ def batch_of():
 
 @pytest.fixture
 def make_whole(make_model):
-    """A learner with a critic that has opinions, and a reference that is another policy."""
+    """Return a function that makes a learner with a nonzero critic and a different reference."""
 
     def make(**settings):
         critic = networks.ValueNet(make_model(7))

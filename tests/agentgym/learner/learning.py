@@ -1,4 +1,4 @@
-"""A batch of two groups, and what tests do to a learner with it."""
+"""A batch of two groups, and helpers to train a learner on it."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from agentgym.config import ActorCriticConfig, OptimizerConfig, algorithm_config
 from agentgym.models.model import weights_of
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, warmup_steps=0)
-# two groups of three; actions at scattered places, observations between and after them
+# two groups of three; actions at scattered positions, with observations between and after them
 ROWS = [
     ([5, 9, 33, 12, 40, 41], [0, 0, 1, 1, 0, 1]),
     ([5, 9, 12], [0, 0, 1]),
@@ -42,7 +42,7 @@ def batch_of(rows=ROWS, rewards=REWARDS, groups=(0, 0, 0, 1, 1, 1), temperature=
 
 
 def train(learner, batch, config, *, step, seed):
-    """The three verbs; all metrics together."""
+    """Run prepare, advantages and update. Return all metrics."""
     experience = with_advantages(learner.prepare(batch, config, step=step), config)
     experience, metrics = learner.update(experience, config, step=step, seed=seed)
     return experience.metrics | metrics
@@ -71,7 +71,7 @@ EVERYTHING = {"kl_coef": 0.1, "entropy_coef": 0.05, "minibatches": 1, "constant_
 
 
 def everything(recipe, **more):
-    """Its settings, with everything on that a learner can do, and a critic that does not wait."""
+    """Return the recipe's settings with every term of the loss, and without critic warm-up."""
     config = algorithm_config(recipe, **EVERYTHING | more)
     has_critic = isinstance(config, ActorCriticConfig)
     return config.model_copy(update={"critic_warmup_steps": 0}) if has_critic else config

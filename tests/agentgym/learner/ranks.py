@@ -1,4 +1,4 @@
-"""Ranks of a process group, and what tests do with a learner in one process and in several."""
+"""Ranks of a process group: run one function in a single process and in several."""
 
 import os
 import pickle
@@ -34,12 +34,10 @@ def _rank(asked, folder, rank, size):
 
 
 def together(work, arguments, folder, size):
-    """Return what rank 0 of so many processes returns of work(*arguments, build).
+    """Return the result of work(*arguments, build) on rank 0 of `size` processes.
     work: a function of a module; build(plan) makes a learner of the process group.
     """
-    asked = pickle.dumps(
-        (work, arguments)
-    )  # not as multiprocessing does: ranks would share tensors
+    asked = pickle.dumps((work, arguments))  # multiprocessing would share tensors between ranks
     ranks = [FORKS.Process(target=_rank, args=(asked, folder, each, size)) for each in range(size)]
     try:
         for each in ranks:
@@ -54,13 +52,13 @@ def together(work, arguments, folder, size):
 
 
 def alone(work, arguments):
-    """Return what one process returns of work(*arguments, build)."""
+    """Return the result of work(*arguments, build) in this process."""
     return work(*arguments, lambda plan: plan.build())
 
 
 def kept_blobs(learner, like):
-    """Store what a commit of the learner would hold, every rank its files. Return {name: blob}.
-    like: stored tensors, whose store and step it is.
+    """Store the files of all ranks for a commit. Return {name: blob}.
+    like: stored tensors that give the store and the step.
     """
     parts = [learner.snapshot().write(like.place, like.manifest.step, like.manifest.key)]
     if learner.ranks.size > 1:

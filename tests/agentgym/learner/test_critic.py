@@ -1,4 +1,4 @@
-"""The critic: what it learns, which rows it values, and how it goes on."""
+"""Tests for the critic: learning, rows it evaluates, and resuming."""
 
 from dataclasses import replace
 
@@ -24,11 +24,10 @@ from tests.agentgym.learner.learning import (
 def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_critic_knows(
     make_model, monkeypatch
 ):
-    """Row 4 always won after its observation; now the context ends right after the next action,
-    before anything is paid.
+    """Cut row 4, which always won, after its next action and before any reward.
 
-    With gamma 1, lambda 1 and no reward of its own the target of each of its tokens is V(s_end),
-    which should be 1.
+    With gamma 1, lambda 1 and no reward, the target of each of its tokens is V(s_end), which should
+    be 1.
     """
     critic = networks.ValueNet(make_model(0))
     learner = LocalLearner(make_model(0), OPTIMIZER, total_steps=99, critic=critic, critic_lr=3e-3)
@@ -53,7 +52,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     train(learner, cut, config, step=61, seed=0)
     targets = given[0][1][cut.sequence[cut.action_mask] == 4]
     assert targets.tolist() == pytest.approx([1.0, 1.0], abs=0.05)
-    # negative control: at the last token, where no action was ever chosen, the critic says 0.18
+    # negative control: the critic gives 0.18 at the last token, a position never trained
     assert float(everywhere[cut.starts[5] - 1]) < 0.5
 
 
@@ -67,7 +66,7 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
             learner, batch, everything("ppo", kl_coef=0.0, truncated=truncated), step=1, seed=0
         )["critic/loss"]
     learner = make_whole()
-    batch = on_policy(learner, batch_of())  # nothing is cut: nothing to bootstrap
+    batch = on_policy(learner, batch_of())  # no row is cut
     uncut = train(
         learner, batch, everything("ppo", kl_coef=0.0, truncated="bootstrap"), step=1, seed=0
     )["critic/loss"]
@@ -87,13 +86,13 @@ def test_the_critic_learns_the_outcome(make_model):
     before = weights(learner)
     batch = on_policy(learner, batch_of())
     logs = [train(learner, batch, config, step=step, seed=0) for step in range(1, 81)]
-    # half of the outcomes, a head of zeros: 0.5 * mean of r
+    # half of the outcomes are 1 and the head is zero: 0.5 * mean of r
     assert logs[0]["critic/loss"] == pytest.approx(0.25, abs=0.1)
     # 3 of the 12 states start sequences with outcomes 1, 0, 0, and 3 with 1, 1, 0
     # each of these 6 has variance 2 / 9, which no critic can predict
     # loss 0.5 * 6 * (2 / 9) / 12 = 1 / 18
     assert logs[-1]["critic/loss"] == pytest.approx(1 / 18, abs=1e-3)
-    assert_same(before, weights(learner))  # the policy waits for it
+    assert_same(before, weights(learner))  # frozen during the critic's warm-up
     assert "actor/loss" not in logs[-1]
 
 

@@ -1,5 +1,5 @@
-"""What must be equal between the CPU and a CUDA device, and smaller on the device. Where a test
-can, it runs on the CPU too, as the device's twin.
+"""Results equal on the CPU and a CUDA device, and memory use on the device.
+Tests that can also run on the CPU do so.
 """
 
 import copy
@@ -49,7 +49,7 @@ def learner_on(make_model):
 
 
 def step(learner, batch, config):
-    """(what is logged, gradients by name, on the CPU)"""
+    """Return (metrics, {name: gradient on the CPU})."""
     if config is None:
         reference = learner.score_reference(batch)
         told = learner.dpo_step(batch, reference, beta=0.1, label_smoothing=0.0, step=1)
@@ -199,9 +199,9 @@ def test_the_kernel_is_what_half_precision_runs_on(monkeypatch, learner_on, batc
     learner_on(device, torch.float32).score(batch)
     assert calls == []
     scores = learner_on(device, torch.bfloat16).score(batch)
-    assert [shape[0] for shape in calls] == [batch.num_tokens] * 2  # layers
+    assert [shape[0] for shape in calls] == [batch.num_tokens] * 2  # one call per layer
     plain = learner_on("cpu").score(batch)
-    # weights of bfloat16 whose logits are large
+    # bfloat16 weights with large logits
     assert float((scores - plain).abs().mean()) < 0.1
 
 
@@ -220,11 +220,11 @@ def test_chunks_of_the_head_and_checkpointed_blocks_take_less_memory(batch_of, d
     config = ModelConfig(
         hidden_size=64, num_layers=4, num_heads=2, num_kv_heads=1, mlp_size=96, context_tokens=64
     )
-    # whole logits of 0.5 GB, blocks of some 0.1 GB together
+    # full logits take 0.5 GB, all blocks together about 0.1 GB
     model = new_model(config, vocab_size=16_384, eos_id=1, pad_id=0, seed=0).to(device)
     batch = batch_of([64] * 128, 60).to(torch.device(device))
     network = PolicyNet(model)
-    network(batch)[0].sum().backward()  # libraries take their own once
+    network(batch)[0].sum().backward()  # warm-up: libraries allocate their own memory once
     network.zero_grad(set_to_none=True)
     whole = peak_of(PolicyNet(model, 1 << 20), batch)
     chunked = peak_of(PolicyNet(model, 128), batch)

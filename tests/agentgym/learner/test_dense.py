@@ -1,5 +1,5 @@
-"""Gradients of whole updates against losses written here alone, from a dense forward of Hugging
-Face's own attention, sequence by sequence.
+"""Gradients of whole updates compared with separately written losses.
+These use Hugging Face's dense attention, one sequence at a time.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ def batch_of(rewards=True):
 
 
 def dense_logprobs(model, ids, acts):
-    """[actions], by a forward of one sequence alone."""
+    """Return the log-probabilities of the actions, [A], from a forward of one sequence."""
     logp = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
     return torch.stack([logp[place - 1, ids[place]] for place, act in enumerate(acts) if act])
 
@@ -47,9 +47,9 @@ def standardized(returns):
 
 
 def dense_loss(recipe, model, olds):
-    """The published loss of four sequences, written out. olds: log-probabilities before."""
+    """Return the published loss of four sequences, written out. olds: log-probabilities before."""
     news = [dense_logprobs(model, ids, acts) for ids, acts, _ in SEQUENCES]
-    if recipe == "dpo":  # beta 0.3; sequence 2i over 2i + 1, against the policy of before
+    if recipe == "dpo":  # beta 0.3; sequence 2i is preferred to 2i + 1, reference: the old policy
         gains = [(new - old).sum() for new, old in zip(news, olds, strict=True)]
         margins = [0.3 * (gains[0] - gains[1]), 0.3 * (gains[2] - gains[3])]
         return sum(-torch.nn.functional.logsigmoid(each) for each in margins) / 2
@@ -73,12 +73,12 @@ def dense_loss(recipe, model, olds):
 
 @pytest.mark.parametrize("recipe", ["grpo", "gspo", "dpo"])
 def test_the_gradient_is_that_of_a_dense_forward_of_the_published_loss(make_model, plain, recipe):
-    model, before = make_model(0), make_model(1)  # the weights have moved on since
-    # float64, so that the comparison is of formulas and not of kernels
+    model, before = make_model(0), make_model(1)  # the policy after some updates, and before
+    # float64: compares formulas, not kernels
     twin, former = plain(model).double(), plain(before).double()
     with torch.no_grad():
         olds = [dense_logprobs(former, ids, acts) for ids, acts, _ in SEQUENCES]
-    # near enough that not all is clipped
+    # close to the new policy, so that only some tokens are clipped
     with torch.no_grad():
         now = [dense_logprobs(twin, ids, acts) for ids, acts, _ in SEQUENCES]
     olds = [new + 0.1 * (old - new) for old, new in zip(olds, now, strict=True)]

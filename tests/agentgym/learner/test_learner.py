@@ -1,4 +1,4 @@
-"""The learner against plain Hugging Face and against itself, split and packed in other ways."""
+"""The learner compared with plain Hugging Face, and with itself under other splits and packings."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ from tests.agentgym.learner.learning import (
 )
 
 ONE_UPDATE = algorithm_config(minibatches=1)
-SPLIT = {"micro_batch_tokens": 7}  # sequences of up to 8
+SPLIT = {"micro_batch_tokens": 7}  # sequences have up to 8 tokens
 # recipes that sample at every optimizer step
 SAMPLING = sorted(name for name in RECIPES if issubclass(family_of(name), PolicyGradientConfig))
 
@@ -75,7 +75,7 @@ def test_corrections_depend_neither_on_micro_batches_nor_on_packing(make_whole, 
     batch = on_policy(whole, batch_of())
     batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
     metrics = train(whole, batch, config, step=1, seed=0)
-    twice = config.model_copy(update={"epochs": 2})  # so that they are needed before the update
+    twice = config.model_copy(update={"epochs": 2})  # two epochs need them before the update
     weights = whole.prepare(batch, twice, step=1).corrections
     assert not torch.equal(weights, torch.ones_like(weights))
     order = batch.select(torch.tensor([4, 0, 5, 2, 3, 1]))
@@ -94,7 +94,7 @@ def test_the_entropy_behind_each_action_token_is_known_before_the_update(make_wh
         expected = networks.PolicyNet(whole.model)(batch)[1]
     assert expected.std() > 1e-2
     for learner in (whole, split):
-        for epochs in (2, 1):  # of one the update's own forward tells them
+        for epochs in (2, 1):  # with one epoch the update's own forward computes them
             config = everything("grpo").model_copy(update={"epochs": epochs})
             known = learner.prepare(batch, config, step=1)
             assert (known.entropies is None) == (epochs == 1)
@@ -117,7 +117,7 @@ def test_one_forward_for_scores_and_update_changes_neither_metrics_nor_gradients
     batch = replace(batch, logprobs=batch.logprobs + off[: len(batch.logprobs)] * batch.action_mask)
     expected = train(separate, batch, config, step=1, seed=0)
     metrics = train(merged, batch, config, step=1, seed=0)
-    # what sequences share is computed once
+    # shared prefixes are computed once
     assert metrics.pop("perf/update_tflop") < expected.pop("perf/update_tflop")
     assert metrics == pytest.approx(expected, abs=1e-4, rel=1e-5)
     assert_same(all_gradients(separate), all_gradients(merged), atol=1e-4, rtol=1e-3)
@@ -125,7 +125,7 @@ def test_one_forward_for_scores_and_update_changes_neither_metrics_nor_gradients
 
 def test_an_engine_that_is_too_far_off_is_found_before_the_only_update_changes_a_weight(make_whole):
     learner, config = make_whole(), everything("grpo").model_copy(update={"max_mismatch_kl": 1e-6})
-    batch = batch_of()  # its log-probabilities are 0
+    batch = batch_of()  # its recorded log-probabilities are 0
     before = {name: each.clone() for name, each in learner.weights().items()}
     prepared = learner.prepare(batch, config, step=1)
     with pytest.raises(EngineMismatch, match="step 1: engine and learner differ by KL"):
@@ -135,8 +135,8 @@ def test_an_engine_that_is_too_far_off_is_found_before_the_only_update_changes_a
 
 @pytest.mark.parametrize("recipe", SAMPLING)
 def test_minibatches_share_out_the_loss_of_the_whole_batch(make_model, recipe):
-    """While the weights stand still, their mean is the loss of one: nothing counts twice or
-    drops out, whatever the aggregation.
+    """Compare the mean over minibatches with the whole batch while weights are fixed.
+    No token may count twice or be dropped, for any aggregation.
     """
     losses = []
     for minibatches in (1, 2, 3):
@@ -261,8 +261,8 @@ def test_what_follows_the_last_action_changes_nothing(make_learner):
 
 
 def test_the_first_update_follows_the_plain_policy_gradient(make_learner, plain):
-    """On-policy the ratio is 1 and nothing is clipped: the gradient is that of -mean over
-    tokens of A log p.
+    """Compare with the gradient of -mean over tokens of A log p.
+    On-policy the ratio is 1 and nothing is clipped.
     """
     learner = make_learner(OptimizerConfig(lr=1e-2, warmup_steps=0, grad_clip=1e9))
     twin = plain(learner.model)
@@ -302,7 +302,7 @@ def test_logged_probabilities_of_another_policy_stop_the_run(make_learner):
         train(learner, shifted, limited, step=7, seed=0)
     with pytest.raises(EngineMismatch, match="KL nan"):
         train(learner, replace(batch, logprobs=batch.logprobs * math.nan), limited, step=7, seed=0)
-    with pytest.raises(EngineMismatch):  # sampled at another temperature than recorded
+    with pytest.raises(EngineMismatch):  # the recorded temperature differs
         train(learner, replace(batch, temperature=0.5), limited, step=7, seed=0)
     assert_same(before, weights(learner))
 
@@ -345,7 +345,7 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
     )
     assert metrics["actor/clip_frac_low"] > 0
     assert metrics["actor/clip_frac_high"] > 0
-    # negative control: ratios outside the bounds with the sign of the advantage ignored
+    # negative control: ratios out of bounds, ignoring the sign of the advantage
     assert metrics["actor/clip_frac"] < sum(outside) / len(outside)
     assert metrics["mismatch/capped_frac"] == 0
     capped = train(
@@ -359,7 +359,7 @@ def test_clip_fractions_of_an_update_count_only_where_clipping_binds(make_learne
 
 
 def test_groups_without_signal_thin_the_gradient_instead_of_vanishing_from_its_mean(make_learner):
-    # both groups of ROWS carry signal: 12 action tokens, weight 1/12
+    # both groups of ROWS have a signal: 12 action tokens, weight 1/12
     # a third group of equal rewards adds 7 tokens without signal: weight 1/19
     # the gradient shrinks by the same factor
     batch = batch_of()

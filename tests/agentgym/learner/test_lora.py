@@ -1,4 +1,4 @@
-"""An adapter is all that is trained, kept and resumed, in one process and in several alike."""
+"""With LoRA only the adapter is trained, stored and resumed, in one process and in several."""
 
 from dataclasses import replace
 
@@ -35,9 +35,7 @@ KINDS = (ADAPTER, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
 
 
 def learn(plan, batch, config, steps, build):
-    """Return what a learner says of these steps, what it keeps before and after them and after
-    step 2, and the weights that rank 0 publishes.
-    """
+    """Return a learner's metrics, stored tensors (before, after step 2, after), and weights."""
     learner, like = build(plan), plan.adapter.base
     told = {"metrics": [], "gradients": [], "begun": kept_blobs(learner, like)}
     for step in steps:
@@ -59,7 +57,7 @@ def learn(plan, batch, config, steps, build):
 
 
 def more(plans, batch, build):
-    """Return what learners of a trained adapter and of weights in bfloat16 say."""
+    """Return results of learners with a trained adapter, and with bfloat16 weights."""
     later, narrow = (build(plan) for plan in plans)
     critic = {name: later.ranks.whole(each) for name, each in later._values.weights().items()}
     told = {"reference": later.score_reference(batch), "critic": critic}
@@ -73,7 +71,7 @@ def learn_and_more(plan, batch, config, steps, plans, build):
 
 @pytest.fixture(scope="module")
 def plan(make_model, stored):
-    """With a new adapter, a critic, and the base as the reference."""
+    """A plan with a new adapter, a critic, and the base as the reference."""
     model = make_model()
     base = stored(model)
     return LearnerPlan(
@@ -95,12 +93,12 @@ def batch(batch_of):
 
 @pytest.fixture(scope="module")
 def learned(plan, batch_of):
-    """What one process says of five steps."""
+    """Results of five steps in one process."""
     return alone(learn, (plan, batch_of([7, 12, 5, 9, 3, 8], 60), CONFIG, [1, 2, 3, 4, 5]))
 
 
 def resumed(plan, blobs):
-    """The plan that goes on with what was kept."""
+    """Return the plan that resumes from stored tensors."""
     base = plan.adapter.base
     manifest = base.manifest.model_copy(update={"blobs": blobs})
     held = {kind: StoredTensors.of(base.store, manifest, kind) for kind in KINDS}
@@ -116,8 +114,9 @@ def resumed(plan, blobs):
 
 @pytest.fixture(scope="module")
 def further(plan, learned, batch_of, make_model, stored):
-    """(two more plans, what one process tells of them): a trained adapter whose reference and
-    whose new critic's body are its merged weights, and frozen weights in bfloat16.
+    """Two more plans and their results in one process: (plans, results).
+    The first has a trained adapter, whose merged weights are the reference and the body of a new
+    critic; the second has frozen bfloat16 weights.
     """
     later = resumed(plan, learned["ended"])
     later = replace(later, critic=None, reference=later.weights, optimizer_states={})
@@ -140,10 +139,10 @@ def test_a_learner_holds_trains_and_keeps_the_matrices_alone(plan, batch):
     files = learner.snapshot().files
     assert files.keys() == {ADAPTER, OPTIMIZER}
     matrices = set(files[ADAPTER].names)
-    assert len(matrices) == 2 * len(MODULES) * 2  # of two layers
+    assert len(matrices) == 2 * len(MODULES) * 2  # in two layers
     assert all(is_matrix(name) for name in matrices)
     assert {name.rpartition(":")[0] for name in files[OPTIMIZER].names} == matrices
-    # two moments of each matrix, and a count
+    # two moments of each matrix, and a step count
     trained = sum(each.numel() for each in learner.model.parameters() if each.requires_grad)
     kept = files[OPTIMIZER].size - len(files[OPTIMIZER].header)
     assert kept == 4 * (2 * trained + len(matrices))
@@ -168,7 +167,7 @@ def test_the_weights_that_are_published_compute_what_the_learner_computes(plan, 
     torch.testing.assert_close(learner.score(batch)[batch.action_mask], theirs, rtol=0, atol=1e-5)
     moved = max(float((published[name] - begun[name]).abs().max()) for name in begun)
     assert moved > LR
-    # from the frozen weights each time: to publish twice adds nothing
+    # merged from the frozen weights each time: publishing twice adds nothing
     assert all(torch.equal(each, published[name]) for name, each in learner.weights().items())
 
 
@@ -276,17 +275,17 @@ def test_several_ranks_learn_what_one_learns(plan, learned, batch, further, tmp_
         torch.testing.assert_close(told["weights"][name], each, rtol=0, atol=1e-5)
         moved = max(moved, float((each - begun[name]).abs().max()))
     assert moved > LR
-    # the new matrices are of the seed, whatever the number of ranks
+    # the initial matrices depend on the seed, not on the number of ranks
     first, other = (tensors(plan, each["begun"], ADAPTER) for each in (learned, told))
     assert any(float(each.abs().max()) for name, each in first.items() if name.endswith(DOWN))
     assert all(torch.equal(other[name], each) for name, each in first.items())
-    # merged weights as they are read by rows; bfloat16's forwards differ by their shapes
+    # merging works by rows, and bfloat16 forwards differ with their shapes
     more = told["more"]
     for name, near in (("reference", 1e-5), ("critic", 1e-6), ("narrow score", 0.1)):
         torch.testing.assert_close(more[name], expected[name], rtol=0, atol=near)
     for ours, theirs in zip(more["narrow"], expected["narrow"], strict=True):
         assert ours == pytest.approx(theirs, rel=0.05)
-    # and one process goes on with what several stored
+    # one process resumes from tensors that several stored
     again = alone(learn, (resumed(plan, told["kept"]), batch, CONFIG, [3, 4, 5]))
     for ours, theirs in zip(again["metrics"], learned["metrics"][2:], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)

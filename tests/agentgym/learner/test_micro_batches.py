@@ -1,4 +1,4 @@
-"""Sequences are dealt by their tokens, and go through the network as a budget has room."""
+"""Sequences are distributed by token count and batched within a token budget."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def model(*, tied):
     return Qwen2ForCausalLM(config)
 
 
-# a layer: query and output 8 x 8, key and value 4 x 8, biases 8 + 4 + 4, three 8 x 16, two norms
+# one layer: query and output 8 x 8, key and value 4 x 8, biases 8 + 4 + 4, three 8 x 16, two norms
 BLOCKS = 3 * (2 * 64 + 2 * 32 + 16 + 3 * 128 + 16) + 8
 
 
@@ -43,7 +43,7 @@ def test_blocks_and_head_count_and_an_embedding_that_is_no_head_does_not(tied):
     tokens, pairs = 3 + 5, 9 + 25
     expected = 6 * (BLOCKS + 800) * tokens + 6 * 24 * pairs
     assert flops.tflop(torch.tensor([3, 5])) == pytest.approx(expected / 1e12)
-    # two of the five were computed for the three: three queries see 3 + 4 + 5 keys, twice 25 - 4
+    # two of five tokens are shared: three queries see 3 + 4 + 5 keys, twice 25 - 4
     computed = 6 * (BLOCKS + 800) * (tokens - 2) + 6 * 24 * (pairs - 4)
     shared = flops.tflop(torch.tensor([3, 5]), torch.tensor([0, 2]))
     assert shared == pytest.approx(computed / 1e12)
@@ -132,7 +132,7 @@ def test_tokens_that_the_one_before_has_too_count_once(padded):
 
     # 6 + 1 fits in 14, 8 more do not (nor 2 * 8 + 1); 8 + 1 + 5 fits, padded 2 * 8 + 1 does not
     assert of(14) == ([[0, 1], [2, 3], [4, 5]] if padded else [[0, 1], [2, 3, 4, 5]])
-    # the first of a micro-batch shares nothing: 3 and not 1
+    # the first of a micro-batch shares nothing: 3 tokens and not 1
     assert of(3) == [[0], [1], [2], [3], [4], [5]]
 
 
@@ -146,7 +146,7 @@ def test_one_that_is_longer_than_the_budget_is_alone_and_pairs_stay_together(pad
 
 
 def test_the_longest_are_dealt_first_each_to_the_rank_with_the_fewest_tokens():
-    # 8 | 6 | 5: 3 to the third (8), 3 to the second (9), 2 to the first (10); in their order
+    # 8 | 6 | 5: 3 to the third (8), 3 to the second (9), 2 to the first (10); order kept
     assert deal(LENGTHS, range(6), num_ranks=3, unit=1) == [[2, 5], [0, 3], [1, 4]]
     # pairs of 9, 11 and 7 tokens
     assert deal(LENGTHS, range(6), num_ranks=2, unit=2) == [[2, 3], [0, 1, 4, 5]]
@@ -173,7 +173,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def memory(monkeypatch):
-    """Bytes of a GPU: 40 GiB, 10 of them weights and optimizer, 2 more kept by the allocator."""
+    """Memory of a 40 GiB GPU: 10 hold weights and optimizer, the allocator reserves 2 more."""
     held = SimpleNamespace(total=40 * GIB, allocated=10 * GIB, peak=10 * GIB, reserved=12 * GIB)
     counters = {
         "reset_peak_memory_stats": lambda device: None,
@@ -189,7 +189,7 @@ def memory(monkeypatch):
 
 
 class Ranks:
-    """A process group on GPUs; `all_sum` adds what the other ranks computed."""
+    """Process group on GPUs; `all_sum` adds the other ranks' values."""
 
     device, rank = torch.device("cuda"), 0
 
@@ -205,11 +205,11 @@ def test_the_budget_fills_the_free_memory_by_what_an_update_took(memory):
     budget = TokenBudget(AUTO, Ranks())
     assert budget.tokens == 4_096
     budget.begin()
-    memory.peak = 14 * GIB  # 4 GiB for 4,096 tokens, 1 MiB a token
+    memory.peak = 14 * GIB  # 4 GiB for 4,096 tokens: 1 MiB per token
     budget.end(4_096)
     assert budget.tokens == int(0.8 * 30 * 1024)  # 40 - 10 GiB are free, reserved blocks included
     budget.begin()
-    memory.peak = 50 * GIB  # 40 GiB for 4,096 tokens: what fits is less than the least
+    memory.peak = 50 * GIB  # 40 GiB for 4,096 tokens: less than the minimum fits
     budget.end(4_096)
     assert budget.tokens == 4_096
 
@@ -236,7 +236,7 @@ def test_a_number_stays_and_a_cpu_has_the_usual_one(memory):
 
 def test_a_tenth_of_the_memory_holds_the_logits(memory):
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    # 4 GiB of three float32 copies of 50,000 logits
+    # 4 GiB hold three float32 copies of 50,000 logits
     assert head_chunk_tokens(AUTO, cuda, 50_000) == int(0.1 * 40 * GIB) // 600_000
     assert head_chunk_tokens(AUTO, cuda, 1_000_000) == 4_096
     assert head_chunk_tokens(AUTO, cpu, 50_000) == 4_096

@@ -1,4 +1,4 @@
-"""AdamW on master weights: its rates, its state, and what it does to weights in bfloat16."""
+"""AdamW on master weights: learning rates, state, and updates of bfloat16 weights."""
 
 import math
 from dataclasses import replace
@@ -49,7 +49,7 @@ def test_a_saved_optimizer_continues_to_the_bit(make_learner, stored, content):
 
 
 def rounded(model):
-    """The model in float32 with weights that bfloat16 holds exactly."""
+    """Return the float32 model, rounded to weights that bfloat16 holds exactly."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())
@@ -73,7 +73,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
     config = OptimizerConfig(lr=1e-6, warmup_steps=0)
     twin = LocalLearner(rounded(make_model()), config, total_steps=60)
     narrow = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
-    # negative control: AdamW on the weights themselves
+    # negative control: AdamW on the bfloat16 weights directly
     plain = LocalLearner(rounded(make_model()).bfloat16(), config, total_steps=60)
     plain._policy._masters = dict(plain.model.named_parameters())
     before = weights(twin)
@@ -90,7 +90,7 @@ def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_mo
     )
 
     def gain(moved):
-        """Of the log-probability of the actions, in float32 whatever the weights are in."""
+        """Return the gain in log-probability of the actions, computed in float32."""
         scores = []
         for given in (before, moved):
             model = make_model()
@@ -208,7 +208,7 @@ def test_the_rate_of_the_step_is_the_one_applied(make_learner):
     before = weights(slow)
     metrics = [learner.sft_step(batch_of(), step=1) for learner in (slow, fast)]
     assert [m["sft/lr"] for m in metrics] == pytest.approx([1e-3, 1e-2])
-    # Adam's first step moves each weight by the rate, whatever the gradient
+    # Adam's first step moves each weight by the rate, for any gradient
     moved = [
         (weights(learner)["model.norm.weight"] - before["model.norm.weight"]).abs().max()
         for learner in (slow, fast)
@@ -228,7 +228,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_unchanged(make_learner
         learner.sft_step(batch_of(), step=1)
     assert_same(before, weights(learner))
     hook.remove()
-    learner.sft_step(batch_of(), step=1)  # nothing of it is left behind
+    learner.sft_step(batch_of(), step=1)  # a failed step leaves no state behind
     assert all(torch.isfinite(tensor).all() for tensor in weights(learner).values())
 
 
@@ -257,7 +257,7 @@ def test_a_tensor_that_waits_keeps_its_values_and_no_memory():
         assert torch.equal(tensor, expected)
         tensor += 1
         host.put(tensor)
-    assert host[tensor] is waiting  # no memory is asked for twice
+    assert host[tensor] is waiting  # host memory is allocated once
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -269,7 +269,7 @@ def test_an_update_is_that_of_states_on_the_device_to_the_bit(offloading, conten
         assert metrics[0] == metrics[1]
     assert content(plain) == content(offloaded)
     kept = offloaded._policy._host._hosts
-    keys = 4 if dtype == torch.bfloat16 else 3  # step and moments, and the master weight
+    keys = 4 if dtype == torch.bfloat16 else 3  # step, two moments, and a master weight
     assert len(kept) == keys * len(weights_of(plain.model))
     assert all(each.untyped_storage().nbytes() == 0 for each in kept)
 

@@ -1,4 +1,4 @@
-"""What two processes stored goes on in one, three and four as it would have in two."""
+"""Tensors stored by two processes resume in one, three and four with the same results."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from tests.agentgym.learner.ranks import kept_blobs, together
 pytestmark = pytest.mark.integration
 
 KINDS = (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER)
-# ten times that of published runs. A key's bias changes no softmax: its gradient is rounding, of
-# which Adam makes steps of up to a hundredth of this
+# 10 times the published learning rate. The gradient of a key's bias is rounding only, since the
+# softmax ignores it; Adam turns it into steps of up to a hundredth of this.
 LR = 1e-5
 CONFIG = algorithm_config(
     recipe="ppo", minibatches=2, max_mismatch_kl=1.0, critic_warmup_steps=0, epochs=1
@@ -22,7 +22,7 @@ CONFIG = algorithm_config(
 
 
 def learn(plan, batch, config, steps, build):
-    """Return the metrics of these steps, and what all ranks keep: before, after step 2, after."""
+    """Return the metrics of these steps, and the stored tensors: before, after step 2, after."""
     learner, like, told = build(plan), plan.weights, {"metrics": []}
     told["begun"] = kept_blobs(learner, like)
     for step in steps:
@@ -35,7 +35,7 @@ def learn(plan, batch, config, steps, build):
 
 
 def tensors(plan, blobs):
-    """{kind: {name: whole tensor}}"""
+    """Return {kind: {name: whole tensor}}."""
     weights = plan.weights
     manifest = weights.manifest.model_copy(update={"blobs": blobs})
     return {kind: StoredTensors.of(weights.store, manifest, kind).load() for kind in KINDS}
@@ -43,7 +43,7 @@ def tensors(plan, blobs):
 
 @pytest.fixture(scope="module")
 def two(make_model, stored, batch_of, tmp_path_factory):
-    """(plan, batch, what two processes told of five steps)"""
+    """Five steps on two processes: (plan, batch, results)."""
     batch = batch_of([7, 12, 5, 9, 3, 8], 60)
     model = make_model()
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
@@ -71,7 +71,7 @@ def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, tmp_path, 
         optimizer_states={kind: held[kind] for kind in (OPTIMIZER, CRITIC_OPTIMIZER)},
     )
     again = together(learn, (resumed, batch, CONFIG, [3, 4, 5]), tmp_path, size)
-    # to the bit before anything is learned; a file of each kind from each process
+    # equal to the bit before training; one file of each kind per process
     assert len(again["begun"]) == size * len(KINDS)
     kept, begun = tensors(plan, before["kept"]), tensors(plan, again["begun"])
     for kind in KINDS:

@@ -1,6 +1,4 @@
-"""Two and four processes that hold the weights together learn what one learns alone, and read
-what it wrote.
-"""
+"""Two and four processes with sharded weights learn what one does, and read its files."""
 
 import json
 from dataclasses import replace
@@ -39,13 +37,13 @@ CONFIG = algorithm_config(
 
 
 def plan_from(plan, kept):
-    """Return the plan that goes on from what was kept."""
+    """Return the plan that resumes from stored tensors."""
     states = {name: each for name, each in kept.items() if "optimizer" in name}
     return replace(plan, weights=kept[WEIGHTS], critic=kept[CRITIC], optimizer_states=states)
 
 
 def keep(learner, like):
-    """Return the tensors that a commit of the learner would hold, by name; like: where."""
+    """Store what a commit of the learner would hold in the store of `like`. Return the tensors."""
     manifest = like.manifest.model_copy(update={"blobs": kept_blobs(learner, like)})
     return {
         name: StoredTensors.of(like.place.open(), manifest, name)
@@ -55,7 +53,7 @@ def keep(learner, like):
 
 
 def five_steps(learner, batch, config):
-    """Return what each step says, its gradients (clipped), and rank 0's weights in the end."""
+    """Return the metrics and clipped gradients of each step, and rank 0's final weights."""
     told, whole = [], learner.ranks.whole
     for step in range(1, 6):
         if config is None:
@@ -79,13 +77,13 @@ def five_steps(learner, batch, config):
 
 
 def all_of(plans, batches, config, others, five, build):
-    """Return what learners of all plans say and keep."""
+    """Return metrics and stored tensors of learners of all plans."""
 
     told, like, whole = {}, plans["new"].weights, batches["whole"]
 
     def two_steps(name, learner):
         told[f"{name} first"] = train(learner, whole, config, step=1, seed=0)
-        learner.score(whole)  # as the canary does before each commit
+        learner.score(whole)  # the canary scores before each commit
         kept = keep(learner, like)
         told[f"{name} second"] = train(learner, whole, config, step=2, seed=0)
         return kept
@@ -118,8 +116,7 @@ def all_of(plans, batches, config, others, five, build):
 
 
 CORRECTIONS = get_args(Correction)
-# every recipe of reinforcement learning, and every correction, on log-probabilities that are a
-# little off
+# every RL recipe and every correction, with log-probabilities that are slightly off
 OTHERS = {
     **{
         name: algorithm_config(name, constant_length=9)
@@ -133,14 +130,14 @@ OTHERS = {
 }
 
 
-# five optimizer steps of each, with every network there is; dpo has no settings of its own here
+# five optimizer steps each, covering all networks; dpo has no settings here
 FIVE = {
     "grpo": algorithm_config("grpo", kl_coef=0.1, entropy_coef=0.01, max_mismatch_kl=1.0),
     "ppo": algorithm_config("ppo", max_mismatch_kl=1.0, critic_warmup_steps=0, minibatches=2),
     "gspo": algorithm_config("gspo", max_mismatch_kl=1.0, minibatches=2, epochs=2),
     "dpo": None,
 }
-# all that makes an update smaller: micro-batches of a sequence or two, logits of three tokens
+# the memory settings of an update: micro-batches of one or two sequences, logits of three tokens
 SMALL = LearnerConfig(
     micro_batch_tokens=16,
     head_chunk_tokens=3,
@@ -151,7 +148,7 @@ SMALL = LearnerConfig(
 
 @pytest.fixture(scope="module")
 def said_alone(make_model, stored, batch_of):
-    """(what is asked, what one process says of it)"""
+    """Inputs and results of one process: (inputs, results)."""
     model = make_model()
     optimizer = OptimizerConfig(lr=LR, warmup_steps=0)
     new = LearnerPlan(
@@ -197,7 +194,7 @@ def said_alone(make_model, stored, batch_of):
     ids="{} ranks".format,
 )
 def alone_and_together(request, said_alone, tmp_path_factory):
-    """What one process and what several say about the same plans and batches."""
+    """Results of one process and of several for the same plans and batches."""
     asked, told = said_alone
     plans, batches, *_ = asked
     said = together(all_of, asked, tmp_path_factory.mktemp("ranks"), request.param)
@@ -304,5 +301,5 @@ def test_weights_in_bfloat16_have_masters_on_every_rank_and_go_on_to_the_bit(
     apart = torch.cat(
         [(mine[name] - other[name]).flatten() for name in mine if name.endswith(":master")]
     )
-    # two steps of Adam; forwards in bfloat16 differ by their shapes
+    # two Adam steps; bfloat16 forwards differ with their shapes
     assert 0 < float(apart.norm()) / apart.numel() ** 0.5 < 2 * LR

@@ -1,4 +1,4 @@
-"""Matrices beside frozen weights: which layers get them, how they merge, and that peft agrees."""
+"""LoRA matrices on frozen weights: chosen layers, merging, and agreement with peft."""
 
 import copy
 import pickle
@@ -39,7 +39,7 @@ def logits_of(model):
 
 
 def model_with(architecture, weights):
-    """Its buffers stay float32, as they are where a model is loaded."""
+    """Return the loaded model; its buffers stay float32, as after loading a checkpoint."""
     model = empty_model(architecture, next(iter(weights.values())).dtype)
     materialize(model, torch.device("cpu"))
     load_weights(model, weights)
@@ -48,7 +48,7 @@ def model_with(architecture, weights):
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def trained(request, make_model, stored):
-    """(a model, an adapter of it that is stored, a model with that adapter's layers)"""
+    """(a model, a stored adapter of it, the model with that adapter's layers)."""
     drawn = make_model().to(request.param)
     model = model_with(drawn.config.to_json_string(), weights_of(drawn))
     adapter = Adapter(stored(model), 4, 8, ALL, seed=1)
@@ -69,7 +69,7 @@ def trained(request, make_model, stored):
 
 @pytest.fixture(scope="module")
 def peft_model(trained, tmp_path_factory):
-    """What peft reads of the exported adapter, on the same model."""
+    """The exported adapter, loaded by peft on the same model."""
     model, adapter, _ = trained
     folder = tmp_path_factory.mktemp("adapter")
     save_adapter(folder, adapter, "somebody/model")
@@ -103,7 +103,7 @@ def test_only_the_matrices_are_trained_in_float32_and_are_drawn_from_the_seed(tr
         assert each.shape == matrices[name].shape
         if name.endswith(UP):
             assert not each.any()
-        else:  # uniform, as peft begins
+        else:  # uniform, like peft's initialization
             bound = each.shape[1] ** -0.5
             assert 0.8 * bound < float(each.abs().max()) <= bound
             assert not torch.equal(each, other[name])
@@ -116,7 +116,7 @@ def test_the_merged_model_computes_what_the_adapter_computes(trained, peft_model
     near = 1e-5 if model.dtype == torch.float32 else 0.1
     torch.testing.assert_close(logits_of(merged), logits_of(adapted), rtol=0, atol=near)
     assert float((logits_of(merged) - logits_of(model)).abs().max()) > 1.0
-    # and what peft reads of the exported one
+    # peft computes the same from the exported adapter
     torch.testing.assert_close(logits_of(peft_model), logits_of(adapted), rtol=0, atol=1e-6)
 
 
@@ -128,7 +128,7 @@ def test_merging_is_that_of_peft(trained, peft_model):
     for name, each in ours.items():
         if model.dtype == torch.float32:
             assert torch.equal(each, theirs[name]), name
-        else:  # which rounds the product before it adds it
+        else:  # bfloat16 rounds the product before adding it
             torch.testing.assert_close(each, theirs[name], rtol=2**-7, atol=2**-7)
 
 

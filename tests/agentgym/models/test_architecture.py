@@ -1,4 +1,4 @@
-"""What a handed-over model lacks, or is, is told before it is loaded."""
+"""Unsupported or incomplete models are reported before their weights are loaded."""
 
 import json
 
@@ -50,7 +50,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
         (LlamaConfig(max_position_embeddings=1024), 1024),
         (GPT2Config(n_positions=96), 96),
         (BloomConfig(), None),  # alibi
-        # the scaling is in the number already
+        # the number already includes the scaling
         (LlamaConfig(max_position_embeddings=1024, rope_parameters=rope("linear")), 1024),
         (LlamaConfig(max_position_embeddings=1024, rope_parameters=rope("llama3", **LLAMA3)), 1024),
         (
@@ -60,7 +60,7 @@ LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positio
             ),
             1024,
         ),
-        # as Qwen's model cards say: 4 x 32768
+        # as in Qwen's model cards: 4 x 32768
         (
             LlamaConfig(
                 max_position_embeddings=40960,

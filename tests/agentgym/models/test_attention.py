@@ -1,4 +1,4 @@
-"""Ragged attention against Hugging Face's own, one sequence at a time."""
+"""Ragged attention compared with Hugging Face's, one sequence at a time."""
 
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_packed_rows_equal_each_row_alone(model, expected):
     packed = logits_of(model, layout, [token for sequence in ROWS for token in sequence])
     for part, alone in zip(packed.split([4, 1, 8, 2]), expected, strict=True):
         torch.testing.assert_close(part, alone, atol=1e-4, rtol=1e-4)
-    # negative control: the sequences as one sequence are something else
+    # negative control: attention across the joined sequences differs
     joined = logits_of(
         model,
         PackedSequences(torch.tensor([0, 15])),
@@ -78,8 +78,8 @@ def test_packed_rows_equal_each_row_alone(model, expected):
 def test_rows_grown_piece_by_piece_in_scattered_slots_equal_each_row_alone(model, expected):
     cache = cache_of(model)
     slots, held, got = [6, 1, 3, 0], [0, 0, 0, 0], [[], [], [], []]
-    # (sequence, number of new tokens) of three forwards: mixed lengths, sequences in changing
-    # order, some left out
+    # (sequence, number of new tokens) of three forwards: mixed lengths, sequences in
+    # changing order, some left out
     for wave in ([(2, 3), (0, 4)], [(1, 1), (2, 4), (3, 1)], [(3, 1), (2, 1)]):
         layout = CachedRows(
             cache,
@@ -164,8 +164,9 @@ def qkv(heads=4, kv_heads=2, dim=8, **kind):
 
 
 def as_of_torch_2_11(query, key, value, begins, starts, most, longest, *, scale, window_size):
-    """torch.nn.attention.varlen.varlen_attn by its documentation, one sequence at a time; the last
-    query stands at the last key."""
+    """Compute torch.nn.attention.varlen.varlen_attn from its documentation, by sequence.
+    The last query is aligned with the last key.
+    """
     assert begins.dtype == starts.dtype == torch.int32
     assert longest == int((starts[1:] - starts[:-1]).max())
     assert most == int((begins[1:] - begins[:-1]).max())
@@ -215,7 +216,7 @@ def test_attention_without_padding_equals_that_with_it(monkeypatch, name, kv_hea
     assert (plain - padded).abs().max() > 1e-2
 
 
-# a group of three and one that is the same again, a second group, one that shares nothing
+# a group of three with a repeated member, a second group, and a sequence that shares nothing
 SHARING = [
     [5, 9, 33, 12, 40, 41],
     [5, 9, 33, 12, 7],
@@ -241,7 +242,7 @@ def test_what_sequences_begin_with_in_common_is_computed_once():
     assert torch.equal(layout.whole(ids[layout.computed]), ids)
     places = torch.cat([torch.arange(len(each)) for each in SHARING])
     assert torch.equal(layout.whole(layout.position), places)
-    # one token of twelve in common does not pay
+    # sharing one token of twelve does not pay
     few = torch.tensor([5, *range(20, 31), 5, *range(40, 51)])
     assert Prefixes(few, torch.tensor([0, 12, 24])).of([0, 1]) == [0, 0]
 
@@ -278,7 +279,7 @@ def test_attention_over_shared_tokens_equals_that_over_each_sequence(
     if is_packed:
         monkeypatch.setattr(varlen, "varlen_attn", as_documented)
         monkeypatch.setattr(attention, "has_kernel", lambda query, variant: True)
-    # queries and keys differ by token alone, so what a table's row gets is what its tokens get
+    # queries and keys depend on the token only, so a table's row gets what its tokens get
     found = attended(layout, ids[layout.computed])
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
     for ours, theirs in zip(found, expected, strict=True):

@@ -1,4 +1,4 @@
-"""Turn by turn gives the ids of the whole conversation, or is refused."""
+"""Turn by turn gives the token ids of the whole conversation, or is refused."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ EXACT = {  # family -> the token that ends its turns
     "olmo2": "<|endoftext|>",
     "falcon3": "<|endoftext|>",
 }
-APPENDED = {  # family -> what its template makes of an earlier turn, if that is not refused
+APPENDED = {  # family -> how its template changes an earlier turn, if that is not refused
     "qwen3": "that hold reasoning when .* '<think>.*probe thought.*' becomes ''",
     "qwen3-thinking": "when .* '<think>.*' becomes ''",
     "deepseek-r1-qwen": "when .* '<think>.*' becomes ''",
@@ -52,7 +52,7 @@ NO_THOUGHT = "<think>\n\n</think>\n\n"
 
 @pytest.fixture(scope="module", autouse=True)
 def trusted_templates():
-    """Runs templates here: those of the families are our own, and a process takes seconds."""
+    """Render trusted templates in this process: starting another takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         run = functools.cache(lambda asked: json.dumps(template.answer(json.loads(asked))))
         patch.setattr(template, "_in_a_process", run)
@@ -61,7 +61,7 @@ def trusted_templates():
 
 @pytest.fixture(scope="module")
 def renderer_of(tokenizer, family_of):
-    """renderer_of(name, chat), one for all tests."""
+    """Return a function of (name, chat) that gives a renderer, cached for all tests."""
     return functools.cache(
         lambda name, chat=DEFAULT_CHAT: ChatRenderer(
             tokenizer if name == "tiny" else family_of(name), chat
@@ -89,13 +89,13 @@ def special(tokenizer):
 
 
 def control_ids(tokenizer):
-    """Added tokens but those for blanks."""
+    """Return the ids of added tokens, except those of blanks."""
     return {index for token, index in tokenizer.get_added_vocab().items() if token.strip(" \n▁")}
 
 
 plain_text = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=30)
-# an action never begins with white space: after "assistant\n" that would not tokenize canonically;
-# nor does it end with some, which Llama's templates would trim from what was sampled
+# actions have no blanks at the ends: after "assistant\n" a leading one is no canonical
+# tokenization, and Llama's templates would trim a trailing one that was sampled
 actions = st.text("abcde 0123.,", max_size=12).map(str.strip)
 
 
@@ -127,8 +127,8 @@ def test_turn_by_turn_equals_the_template_over_the_whole_conversation(
 
 
 def whole(tokenizer, messages, put_back=(), opening="assistant\n", **variables):
-    """Ids of the template over all messages. put_back: pairs of what it shows of an answer and
-    what it left out before that, after its opening.
+    """Return the template's ids for all messages.
+    put_back: pairs (text shown of an answer, text omitted before it after the opening).
     """
     text = tokenizer.apply_chat_template(
         messages,
@@ -205,7 +205,7 @@ def test_added_tokens_in_an_observation_stay_text(named, family, renderer):
         ids, expected = render(hostile), render(harmless)
         assert [i for i in ids if i in controls] == [i for i in expected if i in controls]
         assert hostile.replace("▁", " ") in family.decode(ids).replace("▁", " ")
-    # negative control: the template over the whole conversation takes the bait
+    # negative control: the template over the whole conversation gives control tokens
     assert whole(family, [{"role": "user", "content": hostile}]) != renderer.start(hostile)
 
 
@@ -227,7 +227,7 @@ def test_an_action_is_written_in_the_tokens_a_policy_samples_within_its_turn(
         chat = APPEND if name in APPENDED else DEFAULT_CHAT
         ids = renderer_of(name, chat).action_ids("<think>\nleft?\n</think>\n\ngo <｜User｜>")
         sampled = [each for each in ids if each in control_ids(tokenizer)]
-        # the prompt of DeepSeek has opened the thought; `<｜User｜>` would begin a turn
+        # DeepSeek's prompt has opened the thought; `<｜User｜>` would begin a turn
         opens = ["<think>"] if name == "qwen3-instruct" else []
         expected = [*opens, "</think>", tokenizer.eos_token]
         assert tokenizer.convert_ids_to_tokens(sampled) == expected
@@ -267,7 +267,7 @@ def test_an_action_ends_with_any_stop_token_and_its_turn_with_the_templates(fami
 
 
 def thoughtful(renderer, *turns, system=""):
-    """(ids, messages) of a conversation; turns: (observation, answer)."""
+    """Return (ids, messages) of a conversation; turns: (observation, answer)."""
     messages = [{"role": "system", "content": system}] if system else []
     ids = []
     for observation, answer in turns:

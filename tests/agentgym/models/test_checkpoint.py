@@ -1,4 +1,4 @@
-"""A model folder that cannot be what it says ends a command with one line and exit code 2."""
+"""An inconsistent model folder ends a command with one line and exit code 2."""
 
 import json
 
@@ -72,7 +72,7 @@ def test_an_evaluation_of_a_broken_folder_ends_in_one_line_and_code_2(
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, tiny_params):
-    """The parameter file of a run whose first step, without its model, is done."""
+    """Params file of a run whose first step is done; its model does not exist."""
     model = {"source": "hub", "name": "somebody/model", "context_tokens": 512}
     changes = {"model": model, "warm_start": {"enabled": False}}
     params = tiny_params(tmp_path_factory.mktemp("prepared"), **changes)

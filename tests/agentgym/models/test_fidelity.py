@@ -1,5 +1,6 @@
-"""Small models of common families, built from transformers' own configurations: computed as the
-family computes itself, or refused by name."""
+"""Small models of common families, built from transformers' configurations.
+Each is computed as transformers computes it, or refused by name.
+"""
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 WINDOW = 7
-# name -> (configuration class, its settings); each is one a plain causal attention computes wrongly
+# name -> (configuration class, settings); plain causal attention would compute each one wrongly
 SUPPORTED = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2-window": (
@@ -63,7 +64,7 @@ SUPPORTED = {
     "phi3": ("Phi3Config", {"sliding_window": WINDOW}),
     "mixtral": ("MixtralConfig", {"sliding_window": WINDOW, "num_local_experts": 4}),
 }
-# transformers' model types that need no settings of their own
+# model types of transformers that need no further settings
 PLAIN = [
     "arcee",
     "aria_text",
@@ -98,8 +99,8 @@ PLAIN = [
 ]
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 32}
-WIDE = {"num_key_value_heads": 4}  # of families whose heads share no keys
-TYPES = {  # name -> (model type, settings): as above, where settings are needed
+WIDE = {"num_key_value_heads": 4}  # for families without shared heads
+TYPES = {  # name -> (model type, settings) where settings are needed
     **{name: (name, {}) for name in PLAIN},
     "biogpt": ("biogpt", WIDE),
     "gpt2": ("gpt2", WIDE),
@@ -107,9 +108,9 @@ TYPES = {  # name -> (model type, settings): as above, where settings are needed
     "qwen2_moe": ("qwen2_moe", SHARED_EXPERT),
     "qwen3_moe": ("qwen3_moe", {**EXPERTS, "head_dim": 12}),
 }
-TYPES_REFUSED = {  # name -> (model type, settings, why)
-    # the window is in the mask alone, which learner and engine do not read; it is longer than the
-    # compared sequences
+TYPES_REFUSED = {  # name -> (model type, settings, reason)
+    # only the mask has the window, and neither learner nor engine reads it; the window is longer
+    # than the compared sequences
     "qwen2_moe-window": (
         "qwen2_moe",
         {**SHARED_EXPERT, "use_sliding_window": True, "sliding_window": 48, "max_window_layers": 2},
@@ -189,7 +190,7 @@ def drawn(config_class, settings):
         torch.manual_seed(0)
         model = from_config(config, torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():  # far from uniform; sinks and biases away from 0
+            for parameter in model.parameters():  # far from uniform, with nonzero sinks and biases
                 parameter.copy_(torch.randn_like(parameter) * (0.25 if parameter.ndim > 1 else 0.5))
     return model
 
@@ -198,7 +199,7 @@ def drawn(config_class, settings):
 def test_a_family_is_computed_as_it_computes_itself(name):
     model = build(*SUPPORTED[name])
     found = differences(model)
-    print(name, found)  # the table: pytest -rP
+    print(name, found)  # shown by pytest -rP
     assert max(found.values()) < 1e-4, found
     require_faithful(model)
 
@@ -267,7 +268,7 @@ def test_a_model_that_computes_something_else_never_starts():
     require_faithful(model)
     own = model.forward
 
-    def halved(*args, **options):  # a family's own idea between body and head
+    def halved(*args, **options):  # a change between body and head
         output = own(*args, **options)
         output.logits = output.logits * 0.5
         return output
@@ -283,7 +284,7 @@ def test_an_architecture_that_passed_is_not_checked_again_for_other_weights():
     model.forward = None  # a check would call it
     require_faithful_once(model)
     config_class, settings, why = REFUSED["llama-dynamic"]
-    for _ in range(2):  # a model that was refused is checked again
+    for _ in range(2):  # refused models are checked again
         with pytest.raises(ValueError, match=why):
             require_faithful_once(build(config_class, settings))
 

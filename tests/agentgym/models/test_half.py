@@ -1,4 +1,4 @@
-"""Linear layers in half precision on a processor that has no instructions for it."""
+"""Linear layers in half precision on a processor without instructions for it."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from agentgym.models.half import keep_wide_weights, widen_linear_layers
 
 @pytest.fixture
 def layer(monkeypatch):
-    """A linear layer in bfloat16 that computes in float32, whatever processor runs the test."""
+    """A bfloat16 linear layer that computes in float32 on any processor."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     layer = nn.Linear(3, 2).to(torch.bfloat16)
     widen_linear_layers(layer)
@@ -20,7 +20,7 @@ def layer(monkeypatch):
 
 
 def exact(layer, hidden):
-    """The products summed in float64, rounded to bfloat16 once."""
+    """Return the products, summed in float64 and rounded to bfloat16 once."""
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
     return (hidden.double() @ weight.T + bias).to(torch.bfloat16)
 
@@ -38,7 +38,7 @@ def test_kept_weights_compute_the_same_and_change_when_they_are_kept_anew(layer)
     keep_wide_weights(layer)
     assert torch.equal(layer(HIDDEN), plain)
     layer.weight.copy_(2 * layer.weight)
-    assert torch.equal(layer(HIDDEN), plain)  # these are the weights that were kept
+    assert torch.equal(layer(HIDDEN), plain)  # still the kept weights
     keep_wide_weights(layer)
     assert torch.equal(layer(HIDDEN), exact(layer, HIDDEN))
 
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_autograd_and_no_float32_copy_waits_for_them(laye
 
 
 def test_a_models_memory_is_free_as_soon_as_nobody_has_the_model(monkeypatch):
-    """Not when the collector comes by: an engine tells it to let pass what lives by then."""
+    """Free memory by reference counting: an engine excludes its objects from garbage collection."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     layer = nn.Linear(3, 2).to(torch.bfloat16)
     widen_linear_layers(layer)

@@ -1,4 +1,4 @@
-"""Models and tokenizers: reproducible, portable, and refused where they do not fit."""
+"""Models and tokenizers are reproducible and portable, and refused if they do not match."""
 
 import json
 
@@ -138,7 +138,7 @@ def test_a_saved_folder_loads_as_trl_peft_and_pipelines_load_one(
     )
     del theirs["transformers_version"]
     assert {name: ours.get(name) for name in theirs} == theirs
-    # TRL: the class that config.json names
+    # TRL loads the class that config.json names
     config = transformers.AutoConfig.from_pretrained(tmp_path / "ours")
     model = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "ours")
     assert weights_blob(model) == weights_blob(source)
@@ -164,7 +164,7 @@ def test_stop_tokens_and_chat_settings_of_a_model_stay_with_its_checkpoints(
 ):
     source = make_model()
     made = new_checkpoint(source, tokenizer)
-    assert CHAT not in json.loads(made.tokenizer_json)  # defaults leave no file
+    assert CHAT not in json.loads(made.tokenizer_json)  # defaults are not written
     save_pretrained(tmp_path / "a", *keep(made.snapshot(), made.files()))
     more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
     (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": more}))
@@ -250,7 +250,7 @@ FAMILIES = {
 
 
 def saved(folder, tokenizer, kind, more):
-    """The weights in a folder of a model of that family, by name."""
+    """Save a model of that family. Return {name: tensor} of its file."""
     config = getattr(transformers, kind)(**{**SIZES, **more, "vocab_size": len(tokenizer)})
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -264,8 +264,8 @@ def test_a_folder_without_one_of_its_tensors_is_refused_by_the_tensors_name(
 ):
     tensors = saved(tmp_path, tokenizer, *FAMILIES[family])
     config = ModelConfig(source="hub", name=str(tmp_path))
-    load_hub(config)  # tied embeddings lack nothing
-    left_out = max(name for name in tensors if ".0." in name)  # of the first layer
+    load_hub(config)  # tied embeddings are not missing
+    left_out = max(name for name in tensors if ".0." in name)  # a tensor of the first layer
     whole = {name: tensor for name, tensor in tensors.items() if name != left_out}
     save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError) as refused:
@@ -302,7 +302,7 @@ def test_tensors_that_are_not_those_of_the_architecture_are_refused_by_name(
     with pytest.raises(ConfigError) as refused:
         load_hub(ModelConfig(source="hub", name=str(tmp_path)))
     assert f"not those of its config.json: {told}; use" in str(refused.value)
-    assert "LOAD REPORT" not in capfd.readouterr().err  # of transformers, in many lines
+    assert "LOAD REPORT" not in capfd.readouterr().err  # transformers' report of many lines
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A model folder that lacks a part of a file says which file it is."""
+"""Errors about incomplete model files name the file."""
 
 import json
 
@@ -43,7 +43,7 @@ def test_whole_folders_pass_and_their_weights_are_found(tmp_path):
         require_whole(folder)
     assert [path.name for path in weight_files(one)] == ["model.safetensors"]
     assert [path.name for path in weight_files(more)] == [*SHARDS]
-    (more / "trainer_state.json").write_bytes(POINTER)  # nobody reads it
+    (more / "trainer_state.json").write_bytes(POINTER)  # not needed
     require_whole(more)
 
 

@@ -1,4 +1,4 @@
-"""The two networks that are trained, against plain forwards row by row."""
+"""The two trained networks compared with plain forwards, row by row."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def test_the_critic_values_the_state_before_each_action_and_where_each_row_was_c
         hidden = plain(model).get_decoder()(torch.tensor([ids])).last_hidden_state[0]
         of = (hidden @ critic.head.weight[0] + 0.5).tolist()
         expected += [of[index - 1] for index, action in enumerate(mask) if action]
-        # where nothing follows an action, no value was ever trained
+        # after a final action no value was trained
         last.append(of[-2] if mask[-1] else of[-1])
     assert values.tolist() == pytest.approx(expected, abs=1e-3)
     assert ends.tolist() == pytest.approx(last, abs=1e-3)
@@ -98,7 +98,7 @@ def test_shared_prefixes_change_neither_losses_nor_gradients(make_model):
 
 
 class Logits(TorchDispatchMode):
-    """The most rows of a tensor as wide as the vocabulary, of the head's weight apart."""
+    """Records the largest number of rows of logits; the head's weight does not count."""
 
     def __init__(self, model):
         super().__init__()
@@ -118,7 +118,7 @@ class Logits(TorchDispatchMode):
 def test_no_more_logits_exist_than_of_one_chunk_forward_and_backward(
     make_model, entropy, chunk, rows
 ):
-    """Of forty action tokens; observations never reach the head."""
+    """Use forty action tokens; observations never reach the head."""
     ids = [5 + place % 40 for place in range(81)]
     model, batch = make_model(), batch_of([(ids, [0, *([1, 0] * 40)])], [1.0], (0,))
     with Logits(model) as logits:
@@ -149,7 +149,7 @@ def learned(model, starts=STARTS):
 
 
 def kept_bytes(model):
-    """Of what a forward keeps for its backward."""
+    """Return the number of bytes that a forward keeps for its backward."""
     sizes = {}
 
     def keep(tensor):

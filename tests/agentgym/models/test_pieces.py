@@ -1,4 +1,4 @@
-"""A page cannot spell control tokens, and everything else has the ids the tokenizer gives it."""
+"""Text of pages never yields control tokens; other text has the tokenizer's own ids."""
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
@@ -44,7 +44,7 @@ def test_no_control_token_is_made_of_text_that_may_not_spell_it(tokenizer, piece
         assert pieces.controls["<end>"] == ids[0]
         assert not set(ids[1:]) & set(pieces.controls.values())
         assert token in tokenizer.decode(ids[1:])
-        # negative control: the tokenizer itself takes the bait
+        # negative control: the tokenizer alone yields the control token
         assert index in own(tokenizer, f"go {token} on")
 
 

@@ -1,6 +1,4 @@
-"""A chat template that came with a model is a program: it meets a limit, and says so, where it
-would not end.
-"""
+"""Chat templates of models are programs: a limit stops those that do not end."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""Safetensors files that one process or several write, and any number read."""
+"""Safetensors files that one process or several write, and any number of processes read."""
 
 import json
 import pickle
@@ -36,8 +36,8 @@ def whole(file):
 
 
 def rows(tensors, rank, size):
-    """As FSDP2 cuts them: as many rows for each as the first has, fewer or none for the last;
-    what has no rows is of the first rank.
+    """Return the rows of a rank as FSDP2 shards them: the last ranks may have fewer or none.
+    Scalars belong to rank 0.
     """
     parts = {}
     for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ def rows(tensors, rank, size):
 
 @pytest.fixture
 def kept(keep):
-    """kept(size) -> (store, manifest) of so many ranks."""
+    """Return a function of the number of ranks that stores their files: (store, manifest)."""
     return lambda size: keep(
         Snapshot(
             {file_name(WEIGHTS, rank, size): rows(TENSORS, rank, size) for rank in range(size)}
@@ -63,7 +63,7 @@ def kept(keep):
 
 @pytest.fixture
 def of(kept):
-    """of(size) -> StoredTensors of so many ranks."""
+    """Return a function of the number of ranks that gives their StoredTensors."""
     return lambda size: StoredTensors.of(*kept(size), WEIGHTS)
 
 
@@ -71,7 +71,7 @@ def test_one_processs_file_is_what_the_library_writes_to_the_bit():
     file = TensorFile.of(TENSORS)
     assert whole(file) == save(TENSORS)
     assert file.size == len(save(TENSORS))
-    assert whole(file) == whole(file)  # may be read twice
+    assert whole(file) == whole(file)  # readable twice
 
 
 @pytest.mark.parametrize("piece", [1, 7, 20, 1 << 24])
@@ -137,7 +137,7 @@ def test_rows_that_are_missing_or_of_another_tensor_are_never_read(keep):
     files = {rank: rows(TENSORS, rank, 2) for rank in range(2)}
     names = [file_name(WEIGHTS, rank, 2) for rank in range(2)]
     other = rows({**TENSORS, "b.weight": torch.zeros(9, 5)}, 1, 2)
-    for second in (files[0], other):  # the first twice; of another model
+    for second in (files[0], other):  # a repeated file, and another model's
         store, manifest = keep(Snapshot(dict(zip(names, (files[0], second), strict=True))))
         with pytest.raises(ValueError, match=r"the rows of .* do not make up one tensor"):
             StoredTensors.of(store, manifest, WEIGHTS).tensors  # noqa: B018
@@ -147,7 +147,7 @@ ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 
 
 def headed(entries, num_bytes, **parts):
-    """A file with a header of anybody's."""
+    """Return a file with arbitrary header entries."""
     about = {"__metadata__": {"parts": json.dumps(parts)}} if parts else {}
     text = json.dumps({**about, **entries}).encode()
     return len(text).to_bytes(8, "little") + text + bytes(num_bytes)

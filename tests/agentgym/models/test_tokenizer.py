@@ -1,4 +1,4 @@
-"""A tokenizer gives the ids that its tokenizer.json gives, whatever class is declared for it."""
+"""A tokenizer gives the ids of its tokenizer.json, for any declared class."""
 
 import json
 
@@ -16,7 +16,7 @@ TEXTS = ["a  12 b", "1212 12", " x\n\n\ty  ", "é漢字😀", "for i in range(10
 
 
 def splitting_digits():
-    """A byte-level tokenizer whose digits stand alone, as SmolLM2's do."""
+    """Return a byte-level tokenizer that splits digits, like SmolLM2's."""
     own = Tokenizer(models.BPE())
     own.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
@@ -33,7 +33,7 @@ def splitting_digits():
 
 
 def saved(folder, own, declared, **options):
-    """A folder that declares that class."""
+    """Save the tokenizer with this declared class. Return the folder."""
     wrapped = PreTrainedTokenizerFast(tokenizer_object=own, eos_token=END, **options)
     wrapped.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     wrapped.save_pretrained(folder)
@@ -62,7 +62,7 @@ def test_a_declared_class_that_splits_otherwise_gives_way_to_tokenizer_json(
             assert tokenizer.decode(ids_of(tokenizer, text)) == text
         assert (tokenizer.eos_token, tokenizer.chat_template) == (END, theirs.chat_template)
         assert len(tokenizer) == own.get_vocab_size()
-    (told,) = caplog.messages  # a tokenizer that was taken as it is says so itself from then on
+    (told,) = caplog.messages  # the reloaded tokenizer warns no more: it declares its class
     assert told.startswith(
         "the tokenizer of tiny splits text according to its tokenizer.json, not as"
     )
@@ -82,12 +82,12 @@ def test_special_tokens_that_only_the_class_names_are_kept_where_they_exist(tmp_
     path = folder / "tokenizer_config.json"
     told = {key: value for key, value in json.loads(path.read_text()).items() if "eos" not in key}
     path.write_text(json.dumps(told))
-    assert load_tokenizer(folder, name="tiny").eos_token == "<|endoftext|>"  # GPT-2's own
+    assert load_tokenizer(folder, name="tiny").eos_token == "<|endoftext|>"  # GPT-2's default
 
 
 def test_a_normalizer_or_decoder_counts_as_much_as_the_splitting(tmp_path):
     own = splitting_digits()
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)  # as GPT2Tokenizer has it
+    own.pre_tokenizer = pre_tokenizers.ByteLevel(False)  # like GPT2Tokenizer
     own.normalizer = normalizers.Lowercase()
     loaded = load_tokenizer(saved(tmp_path, own, "GPT2Tokenizer"), name="tiny")
     assert ids_of(loaded, "A B") == own.encode("A B").ids == own.encode("a b").ids

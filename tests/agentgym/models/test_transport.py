@@ -1,4 +1,4 @@
-"""Weights on their way: what arrives is what was sent, or it is said who broke it."""
+"""Transported weights arrive unchanged, or an error names the cause."""
 
 import asyncio
 import datetime
@@ -63,7 +63,7 @@ def test_the_digest_is_that_of_the_file(tmp_path):
 
 
 def large(dtype=torch.bfloat16):
-    """Return tensors of which one spans several blocks and ends within a word of 32 bits."""
+    """Return tensors; one spans several blocks and ends inside a 32-bit word."""
     drawn = torch.Generator().manual_seed(0)
     return {
         "large": torch.randn(3, 2 * WORDS + 7, generator=drawn).to(dtype),
@@ -99,7 +99,7 @@ def test_the_sums_tell_what_is_not_the_same(dtype):
     weights = large(dtype)
     digest = summed(weights)
     assert digest == summed({name: each.clone() for name, each in reversed(weights.items())})
-    row = weights["large"][1]  # begins within a word
+    row = weights["large"][1]  # begins inside a word
     assert summed({"row": row}) == summed({"row": row.clone()})
 
     def changed(name, change):
@@ -113,14 +113,14 @@ def test_the_sums_tell_what_is_not_the_same(dtype):
 
         return change
 
-    def exchange(content):  # two blocks
+    def exchange(content):  # exchanges two blocks
         half = 4 * WORDS
         content[: 2 * half] = torch.cat([content[half : 2 * half], content[:half]])
 
     others = [
         *(changed("large", flip(at, bit)) for at in (0, 4 * WORDS, -1) for bit in (0, 7)),
         changed("large", exchange),
-        changed("large", lambda content: content[4 * WORDS :].zero_()),  # half of it came
+        changed("large", lambda content: content[4 * WORDS :].zero_()),  # only half has arrived
         {**weights, "other": weights["more"], "more": weights["other"]},
         {**weights, "other": weights["other"].reshape(9, 5)},
         {name: each for name, each in weights.items() if name != "more"},
@@ -129,7 +129,7 @@ def test_the_sums_tell_what_is_not_the_same(dtype):
     ]
     found = [summed(each) for each in others]
     assert len({digest, *found}) == 1 + len(others)
-    # the highest bits of two words, which a sum of the words alone would lose
+    # the highest bits of two words, which cancel in a plain sum of words
     assert summed(changed("large", lambda c: (flip(3, 7)(c), flip(7, 7)(c)))) != digest
 
 
@@ -196,7 +196,7 @@ write_weights(Path(sys.argv[2]), asyncio.run(Broadcast(**told).weights()))
 
 
 class Receivers:
-    """Processes that wait for a word before they take their place in a broadcast."""
+    """Processes that join a broadcast when `go` is called."""
 
     def __init__(self, broadcast, paths):
         self.paths = paths
@@ -232,7 +232,7 @@ class Receivers:
 
 @pytest.fixture
 def receivers(tmp_path, monkeypatch):
-    """receivers(broadcast) -> Receivers"""
+    """Return a function of a broadcast that starts its Receivers."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface_of("127.0.0.1"))
     started = []
 

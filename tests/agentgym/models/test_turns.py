@@ -1,4 +1,4 @@
-"""A chat template that does not write a conversation by adding to it is refused."""
+"""Chat templates that do not extend a conversation by appending are refused."""
 
 import copy
 import json
@@ -12,7 +12,7 @@ from agentgym.models.chat import ChatRenderer
 
 @pytest.fixture(autouse=True)
 def trusted_templates(monkeypatch):
-    """Runs templates here: these are our own, and a process takes seconds."""
+    """Render trusted templates in this process: starting another takes seconds."""
     monkeypatch.setattr(
         template, "_in_a_process", lambda asked: json.dumps(template.answer(json.loads(asked)))
     )
@@ -46,7 +46,7 @@ WRAP = (
     ],
 )
 def test_a_template_that_rewrites_history_is_refused(tokenizer, text, message):
-    # the honest one is not
+    # the unchanged template is accepted
     ChatRenderer(
         with_template(tokenizer, WRAP.replace("PIECE", PIECE.replace("TEXT", "m['content']")))
     )
@@ -72,7 +72,7 @@ def test_what_cannot_be_extended_is_refused_by_name(tokenizer):
     )
     with pytest.raises(ConfigError, match="changes blanks around a message"):
         ChatRenderer(with_template(tokenizer, WRAP.replace("PIECE", blanks)))
-    # the instructions stand before the last message, not the first
+    # the instructions come before the last message, not the first
     moved = (
         "{% for m in messages if m['role'] != 'system' %}{% if loop.last %}{{"
         " messages[0]['content'] if messages[0]['role'] == 'system' }}{% endif %}PIECE"

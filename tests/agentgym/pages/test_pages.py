@@ -1,4 +1,4 @@
-"""Text of models and environments, in pages."""
+"""Text of models and environments is safe in pages."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_very_long_text_is_cut():
 )
 def test_words_of_a_search_are_marked_in_what_is_safe(text, words, expected):
     found = str(marked(text, words))
-    if words == "lt b":  # an escape is never taken apart
+    if words == "lt b":  # an escape is never split
         assert "&<mark>" not in found
         assert "<mark>b</mark>" in found
     elif words == "<script>":
@@ -57,7 +57,7 @@ def test_every_template_escapes_and_no_text_is_called_safe():
         text = template.read_text()
         assert "|safe" not in text.replace(" ", "")
         assert "autoescape false" not in text
-        assert " style=" not in text  # the policy refuses it
+        assert " style=" not in text  # the content security policy forbids it
         assert "onclick" not in text
         assert "://" not in text
     Pages(Served(), is_live=True).prepare()

@@ -1,4 +1,4 @@
-"""Servers of two environments, a run that plays one of them, and a model's folder."""
+"""Fixtures: servers of two environments, a run that uses one of them, and a model's folder."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""dvc.yaml is made from the steps it runs and must not drift from them."""
+"""dvc.yaml is generated from the steps and must match them."""
 
 import shutil
 import subprocess
@@ -97,7 +97,7 @@ def test_the_file_of_a_profile_reads_the_profile(tmp_path, monkeypatch):
 
 
 def test_a_store_outside_the_project_is_looked_at_each_time(tmp_path):
-    """DVC keeps no outputs there."""
+    """Check it on every run: DVC tracks no outputs outside the project."""
     cfg = load_config(ROOT / "params.yaml", [f"store.path={tmp_path}/store"])
     last = yaml.safe_load(dvc_yaml(cfg))["stages"]["stored"]
     assert last["cmd"] == "python -m agentgym stored"

@@ -1,4 +1,4 @@
-"""A model behind an endpoint under a protocol: every failure is booked, none is the model's."""
+"""Hosted models under a protocol: failed requests are counted, and not against the model."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_a_hosted_model_is_told_the_rules_and_has_room_to_answer(cfg):
         assert "Example 1\nObservation: goal: go to the yellow key\n" in told
         assert "Example 2" not in told
 
-        # what somebody chose holds
+        # explicit settings win
         chosen = {"instructions": False, "max_new_tokens": 9, "context_tokens": 300}
         bare = evaluate_policy(cfg, ask(stub.url, changes={**alone, **chosen}))
         assert stub.asked[-1]["messages"][0]["role"] == "user"
@@ -91,7 +91,7 @@ def test_a_hosted_model_is_told_the_rules_and_has_room_to_answer(cfg):
         assert (again.how, again.result.digest) == ("done", found.result.digest)
     asked = [each.result for each in (found, formed, worked, bare, kept, long)]
     assert len({each.digest for each in asked}) == 6
-    # one protocol: what a model is told is its own, and results compare
+    # instructions are part of the policy, so results of one protocol compare
     chance = evaluate_policy(cfg, ask("random", changes=alone))
     assert set(align(chance.result, found.result)) == {"babyai"}
 
@@ -149,16 +149,16 @@ def test_it_stops_at_failures_beyond_the_limit_and_goes_on_from_there(cfg, limit
 
 def test_a_limit_of_cost_stops_cleanly_and_counts_over_restarts(cfg, tmp_path):
     prices = tmp_path / "prices.yaml"
-    prices.write_text("currency: EUR\nmodels: {stub: {input: 1000000.0}}")  # 1 a token
+    prices.write_text("currency: EUR\nmodels: {stub: {input: 1000000.0}}")  # 1 per token
     with Endpoint() as stub:
         asked = ask(stub.url, prices=prices, max_cost=100.0, changes={"concurrency": 1})
         stopped = evaluate_policy(cfg, asked)
         assert "limit of cost is reached: " in stopped.stopped
         assert stopped.result.about["cost"]["amount"] == stub.told[0] >= 100
-        assert stub.told[0] < 100 + 20 * 8  # the request in flight
+        assert stub.told[0] < 100 + 20 * 8  # plus the request in flight
         spent = stub.num
         assert "limit of cost" in evaluate_policy(cfg, asked).stopped
-        assert stub.num == spent  # none was sent
+        assert stub.num == spent  # no request was sent
         more = asked.model_copy(update={"max_cost": 1e6})
         done = evaluate_policy(cfg, more)
         assert (done.how, code_of(done)) == ("resumed", 0)
@@ -176,7 +176,7 @@ def test_an_endpoint_that_refuses_the_key_ends_the_evaluation_at_once(cfg, tmp_p
         asked = ask(stub.url, key_variable="AGENTGYM_SECRET_STUB", changes={"concurrency": 2})
         stopped = evaluate_policy(cfg, asked)
         assert "status 401" in stopped.stopped
-        assert "not with Bearer ***" in stopped.stopped  # it repeated the key
+        assert "not with Bearer ***" in stopped.stopped  # the stub's error repeats the key
         assert stub.num <= 2
     written = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert not any(KEY.encode() in each for each in written)

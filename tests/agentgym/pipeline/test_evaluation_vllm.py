@@ -1,6 +1,4 @@
-"""A registered model and a vLLM server of the same weights are one policy, whichever door it is
-evaluated through.
-"""
+"""A registered model and a vLLM server with its weights give the same results."""
 
 import os
 import socket
@@ -77,7 +75,7 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
     assert [each.identity["policy"]["engine"] for each in (ours, inside)] == ["torch", "vllm"]
     export(cfg, "stage-2", tmp_path / "model")
     with vllm_server(tmp_path / "model", tmp_path / "vllm.log") as url:
-        # an endpoint's model is told the rules unless it is said otherwise; this one knows them
+        # endpoints get the rules by default; this model was trained without them
         asked = changes | {
             "instructions": False,
             "max_new_tokens": cfg.rollout.max_new_tokens,
@@ -92,7 +90,7 @@ def test_a_registered_model_by_both_engines_and_a_vllm_server_of_the_same_weight
 
 
 def agree(ours, theirs):
-    """Within their intervals, and, without chance, but for ties between logits."""
+    """Check that both means lie in the other's interval; greedy results differ by ties only."""
     assert (ours.coverage, theirs.coverage) == (1.0, 1.0)
     for key in ("greedy", "avg_at_4"):
         a, b = (each.numbers["babyai"]["summary"][key] for each in (ours, theirs))

@@ -1,4 +1,4 @@
-"""A step's weights leave the store as a folder that others load."""
+"""A step's weights can be exported as a folder that other libraries load."""
 
 import json
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def params(whole_run):
-    """Of a run that is done."""
+    """The params file of a finished run."""
     return whole_run / "params.yaml"
 
 
@@ -57,7 +57,7 @@ def test_a_run_may_be_named_that_is_not_the_configured_one(params, tmp_path, cap
 
 def test_the_best_commit_can_be_exported_where_it_was_kept(params, tmp_path, capsys):
     words = ["export", "stage-2", str(tmp_path / "best"), "--best", "--params", str(params)]
-    assert main(words) == 0  # the last one was the only one that was validated
+    assert main(words) == 0  # validation ran at the last commit only
     assert "stage-2 commit 1" in capsys.readouterr().out
     words[1] = "warm-start"
     assert main([*words[:2], str(tmp_path / "none"), *words[3:]]) == 2

@@ -1,4 +1,4 @@
-"""What a run takes, said before it starts."""
+"""Estimates of a run's needs, before it starts."""
 
 import json
 import re
@@ -24,7 +24,7 @@ WIDTHS = (
     "num_key_value_heads",
     "num_hidden_layers",
 )
-# of the published config.json
+# from the published config.json files
 MODELS = {
     "SmolLM2-135M": (SMOLLM2, (576, 1536, 9, 3, 30), 134_515_008),
     "SmolLM2-360M": (SMOLLM2, (960, 2560, 15, 5, 32), 361_821_120),
@@ -41,7 +41,7 @@ MODELS = {
 
 @pytest.fixture
 def published(monkeypatch):
-    """The models' config.json without a hub."""
+    """Replace the Hub by the models' config.json."""
 
     def config_of(config, local_only):
         name = config.name.rpartition("/")[2].removesuffix("-Instruct")
@@ -74,7 +74,7 @@ def test_a_models_size_is_counted(published):
     }
     assert sizes == {name: count for name, (_, _, count) in MODELS.items()}
     lora = shape_of(load_config("profiles/small/qwen2.5-7b-babyai.yaml"))
-    # rank 32 beside seven linear layers of 28 blocks
+    # rank 32 on seven linear layers of each of 28 blocks
     rows = 2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18_944)
     assert lora.num_trained == 28 * 32 * rows
 
@@ -99,7 +99,7 @@ def test_the_work_of_a_run_is_counted_in_tokens():
         "evaluation.k=[1]",
     ]
     work = work_of(load_config("params.yaml", overrides))
-    # of 10 turns 6 are played, of 8 and 20 tokens half; the first observation once a group
+    # 6 of 10 turns are played, half of 8 and 20 tokens; the first observation once per group
     trained, played = 2 * 3 * 4, 3 * 1 * 2
     assert work.sampled == (trained + played) * 6 * 4
     assert work.read == trained * (10 / 4 + 6 * 10) + played * (10 / 2 + 6 * 10)
@@ -107,7 +107,7 @@ def test_the_work_of_a_run_is_counted_in_tokens():
     epochs = load_config("params.yaml", overrides).algorithm.epochs
     in_group, alone = 10 / 4 + 6 * 14, 10 + 6 * 14
     assert work.passes == trained * in_group * (3 * epochs + 1) + 3 * alone
-    # no prefix is shared, and no forward saved, in a deterministic run
+    # a deterministic run shares no prefixes and saves no forward
     once = [*overrides, "algorithm.minibatches=1", "algorithm.epochs=1"]
     assert work_of(load_config("params.yaml", once)).passes == trained * in_group * 3 + 3 * alone
     apart = work_of(load_config("params.yaml", [*once, "deterministic=true"]))

@@ -1,4 +1,4 @@
-"""A person and a model play in the terminal, through the same conversation as everybody else."""
+"""A person and a model play in the terminal through the same conversation as policies."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_a_person_plays_and_a_registered_model_after_them(cfg):
     told, lines = [], iter(["turn left", "?", "move forward", None])
     (played,) = play_games(cfg, Game("babyai"), told.append, lambda _: next(lines))
     assert [turn.action for turn in played.turns] == ["turn left", "move forward"]
-    assert played.status is Status.MAX_TURNS  # they gave up
+    assert played.status is Status.MAX_TURNS  # the player gave up
     assert "drop, move forward, pickup, toggle, turn left, turn right" in told
     assert told[-1].startswith("--- not solved: max_turns, 2 turns")
 
@@ -42,7 +42,7 @@ def test_a_task_is_played_without_lists_of_items(tmp_path, tiny_params, tiny_end
 
 
 def test_one_game_needs_no_more_items_than_one(cfg):
-    """Whatever an evaluation plays."""
+    """Ignore the number of items of an evaluation."""
     cfg = replace_num_items(cfg, 512)
     (played,) = play_games(cfg, Game("babyai"), lambda _: None, lambda _: None)
     assert played.item.item_id == "babyai_1000"

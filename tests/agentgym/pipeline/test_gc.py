@@ -1,4 +1,4 @@
-"""What nobody needs is listed, goes, and is told from what was lost."""
+"""Unused results are listed and deleted, and differ from lost ones."""
 
 import json
 
@@ -17,13 +17,13 @@ from agentgym.store.manifest import Manifest
 pytestmark = pytest.mark.integration
 
 NOTHING_BY_AGE = ["store.gc_keep_days=0", "store.gc_keep_runs=0"]
-OTHER = ["optimizer.lr=0.0001"]  # of stages; what went before is shared
+OTHER = ["optimizer.lr=0.0001"]  # changes the stages; earlier steps are shared
 NONE = "no such folder"
 
 
 @pytest.fixture
 def copied(copy_run, tmp_path, tiny_params, monkeypatch):
-    """Parameters of a run that is done, in a store of its own, two hours ago."""
+    """Params file of a finished run in a store of its own, made two hours ago."""
     monkeypatch.setattr(collecting, "FRESH_S", -7200.0)
     return tiny_params(copy_run(tmp_path / "run"), deterministic=True)
 

@@ -1,4 +1,4 @@
-"""What a run would do, and how much it would write."""
+"""Plans: the steps to run, and the bytes they would write."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def test_the_plan_says_how_much_training_writes(whole_run, every, commits):
         sum(blob.size for blob in commit.blobs.values()) for commit in store.history("stage-2", key)
     )
     assert commit_bytes(cfg) == resumable > 2 * last > 100_000
-    assert num_commits(cfg) == commits  # of four optimizer steps in two stages
+    assert num_commits(cfg) == commits  # four optimizer steps in two stages
 
 
 def test_of_a_run_that_never_trained_nothing_is_said(tiny_params, tmp_path):

@@ -1,4 +1,4 @@
-"""A clone that has DVC's pointers is told whether it has what they name, and how to get it."""
+"""A clone with DVC's pointers reports missing results and how to get them."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def repository(copy_run, tiny_params, tiny_endpoint, tmp_path):
-    """A finished run and the pointers to it, as they are in git. Result: options, pointers."""
+    """A finished run and the pointers to it, as in git: (options, folder of pointers)."""
     folder = copy_run(tmp_path / "run")
     params = tiny_params(folder, tiny_endpoint, deterministic=True)
     cfg = load_config(params)
@@ -53,7 +53,7 @@ def test_a_clone_with_the_same_store_has_everything_its_own_mlflow_too(
     repository, tmp_path, empty_ledger, capsys
 ):
     options, _ = repository
-    shutil.rmtree(tmp_path / "run/delivered")  # the clone's own machine told MLflow nothing yet
+    shutil.rmtree(tmp_path / "run/delivered")  # deliveries to MLflow are recorded per machine
     shutil.copy(empty_ledger, tmp_path / "mine.db")
     mine = ["--set", f"tracking.uri=sqlite:///{tmp_path}/mine.db"]
     out = tmp_path / "stored.json"

@@ -1,5 +1,5 @@
-"""Any policy under a protocol: nothing is lost, nothing is played twice, and nothing that failed is
-a failure of the policy.
+"""Any policy under a protocol: no episode is lost or repeated, and failures of the system do not
+count against the policy.
 """
 
 import json
@@ -120,7 +120,7 @@ def test_two_environments_are_played_side_by_side_each_as_its_protocol_says(
     assert result.envs == ("babyai", "textcraft")
     turns = {(slot.env, slot.sample): slot.num_turns for slot in result.slots}
     assert turns == {("babyai", 1): 3, ("babyai", 2): 3, ("textcraft", 0): 2, ("textcraft", 1): 2}
-    assert result.numbers["babyai"]["invalid_actions"]["mean"] == 1.0  # it has no such action
+    assert result.numbers["babyai"]["invalid_actions"]["mean"] == 1.0  # babyai has no such action
     assert result.numbers["textcraft"]["invalid_actions"]["mean"] == 0.0
     assert "greedy" not in result.numbers["babyai"]["summary"]
     assert result.numbers["textcraft"]["summary"]["greedy"]["mean"] == 0.0
@@ -132,13 +132,13 @@ def test_a_folder_handed_over_is_told_the_rules_and_a_checkpoint_of_ours_as_it_w
     alone = {"num_samples": 1, "max_turns": 2, "items": {"num": 1}}
     handed = tmp_path / "handed-over"
     shutil.copytree(model_folder, handed)
-    (handed / "chat.json").unlink()  # no other program writes it
+    (handed / "chat.json").unlink()  # other programs do not write it
     lines = []
     ours = evaluate_policy(cfg, ask(str(model_folder), changes=alone), tell=lines.append)
     assert (lines, ours.result.about["instructions"]) == ([], {})
     theirs = evaluate_policy(cfg, ask(str(handed), changes=alone), tell=lines.append)
     assert "You are in a grid of rooms" in theirs.result.about["instructions"]["babyai"]
-    # its window is not exceeded
+    # limited by its context window
     assert "at most 256 tokens a reply and 512 an episode" in lines[0]
     policy = dict(theirs.result.identity["policy"])
     assert policy.pop("asked")["babyai"]["max_new_tokens"] == 256
@@ -204,7 +204,7 @@ def test_killed_at_five_random_points_the_report_is_that_of_an_undisturbed_one(
 
 
 class Killing:
-    """Kills the process once so many episodes are over, of all its predecessors too."""
+    """Progress that kills the process after this many episodes, earlier processes' included."""
 
     def __init__(self, point):
         self.left = point
@@ -219,7 +219,7 @@ class Killing:
 
 
 def in_child(work):
-    """How a forked process that does this ended."""
+    """Run `work` in a forked process. Return its wait status."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -255,7 +255,7 @@ def test_a_checkpoint_scores_as_the_runs_own_evaluation_of_it_and_as_its_registe
 def test_a_repository_of_the_hub_is_evaluated_as_the_folder_of_its_files(
     cfg, model_folder, tmp_path, monkeypatch
 ):
-    """The Hub's own cache, as a download leaves it; nothing is asked of a network."""
+    """Use the Hub's cache, as a download leaves it, without network access."""
     from huggingface_hub import constants
 
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -267,7 +267,7 @@ def test_a_repository_of_the_hub_is_evaluated_as_the_folder_of_its_files(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     by_name = evaluate_policy(cfg, ask("somebody/tiny"))
     assert (by_name.how, by_name.result.coverage) == ("ran", 1.0)
-    # the same weights are the same question, whatever they are called
+    # results are keyed by weights, not by name
     for policy in (f"somebody/tiny@{commit}", str(model_folder)):
         again = evaluate_policy(cfg, ask(policy))
         assert (again.how, again.result.digest) == ("done", by_name.result.digest)

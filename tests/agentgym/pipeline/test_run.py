@@ -1,6 +1,4 @@
-"""What is in a step's key, what is checked before the first step, and how a lost ledger is
-filled again.
-"""
+"""Tests for keys of steps, checks before the first step, and refilling a lost MLflow database."""
 
 import json
 import shutil
@@ -26,7 +24,7 @@ from agentgym.types import Endpoint
 
 @pytest.fixture
 def run(copy_run, tmp_path, tiny_params, tiny_endpoint):
-    """A finished run of one's own."""
+    """A finished run that this test may change."""
     return load_config(tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True))
 
 
@@ -101,8 +99,8 @@ def test_a_ledger_that_was_deleted_gets_everything_again(run, opened_before):
 
 @pytest.mark.slow
 def test_a_champion_of_another_store_plays_again_and_the_audit_agrees(run, tmp_path):
-    """Another run's model holds the alias, and nobody here has its evaluation: both models are
-    played by one protocol, on too few items to tell.
+    """Evaluate both models if the champion's evaluation is not in this store.
+    The protocol has too few items to decide.
     """
     client, name = MlflowClient(run.tracking_uri), run.registered_model
     ours = client.get_model_version(name, "1")
@@ -182,7 +180,7 @@ def test_every_training_step_says_what_it_cost(run):
 
 
 def test_every_step_that_trains_has_system_metrics_in_mlflow(run):
-    """From its records, so delivered as all points are."""
+    """Deliver them from the records, like all points."""
     store, tracker = open_store(run), tracker_of(run)
     for name, manifest in finished(run, store).items():
         points = committed_points(store, name, manifest.key)

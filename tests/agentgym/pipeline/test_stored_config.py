@@ -1,6 +1,4 @@
-"""A run knows its configuration: commands that name it need none of the overrides it was made
-with.
-"""
+"""A stored run knows its configuration: commands that name it need no overrides."""
 
 import json
 import re
@@ -29,9 +27,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture
 def bare(copy_run, tiny_params, tiny_endpoint, tmp_path):
-    """A copy of a finished run, the run's name, and the options of somebody who knows its store
-    and data alone: every other setting is the project's own.
-    """
+    """A copy of a finished run, its name, and options that give its store and data only."""
     folder = copy_run(tmp_path / "run")
     tiny_params(folder, deterministic=True)
     made = yaml.safe_load((folder / "params.yaml").read_text())
@@ -95,7 +91,7 @@ def test_the_run_is_read_off_the_policy_that_is_evaluated(policy, run):
 
 def test_a_colleague_with_the_same_store_exports_a_run_by_its_name(bare, tmp_path):
     folder, run, options = bare
-    shutil.rmtree(folder / "delivered")  # another machine brought the numbers to MLflow
+    shutil.rmtree(folder / "delivered")  # as if another machine had delivered to MLflow
     assert main(["export", run, "stage-1", str(tmp_path / "model"), *options]) == 0
 
 
@@ -218,7 +214,7 @@ def test_a_run_of_a_made_store_brings_no_address_no_path_and_no_variable(
     kept, env = head.config, head.config["config"]["env"]
 
     def made(**changes):
-        """The name of a run whose record is consistent, and says this besides."""
+        """Store a consistent record with these changes. Return the run's name."""
         config = {**kept, "config": {**kept["config"], **changes}}
         with store.open(STEP, config_digest(config)) as writer:
             nothing = {name: {} for name in ("state", "parents", "blobs", "records", "results")}

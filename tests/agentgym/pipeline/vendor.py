@@ -1,4 +1,4 @@
-"""Evaluations of few items, and an OpenAI-compatible endpoint that keeps books."""
+"""Evaluations of few items, and an OpenAI-compatible endpoint that counts requests and tokens."""
 
 import contextlib
 import json
@@ -26,9 +26,9 @@ def ask(policy, **more):
 
 
 class Endpoint:
-    """An OpenAI-compatible endpoint that keeps books. trouble: request number -> what it answers
-    in place of a completion: a status, `slow`, `cut` or `empty`; refusing: text whose
-    conversations get 500.
+    """OpenAI-compatible endpoint that counts requests and tokens.
+    trouble: request number -> a status, `slow`, `cut` or `empty` instead of a completion.
+    refusing: conversations with this text get status 500.
     """
 
     def __init__(self, trouble=None, retry_after="0", refusing=None):

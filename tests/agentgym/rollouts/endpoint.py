@@ -1,4 +1,4 @@
-"""A model behind an endpoint, played in a served environment."""
+"""A hosted model, played in a served environment."""
 
 import asyncio
 
@@ -24,9 +24,9 @@ def settings_of(**changes):
 
 
 class Stub:
-    """An OpenAI-compatible endpoint. trouble: what it answers first, call by call: a status, the
-    code of an error of status 400, or bytes in place of a completion; unknown: a field of the
-    request that it refuses.
+    """OpenAI-compatible endpoint. unknown: a field of the request that it refuses.
+    trouble: the first responses, in order: a status, the code of an error of status 400, or bytes
+    instead of a completion.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ def play(endpoint, items, player_of, **changes):
 
 
 def play_hosted(stub, endpoint, items, key_variable="", max_retries=4, **changes):
-    """Like `play`, with the model that `stub` serves."""
+    """Return the episodes of `play` with the model that `stub` serves."""
 
     async def main():
         runner, url = await stub.serve()

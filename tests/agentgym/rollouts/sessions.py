@@ -1,4 +1,4 @@
-"""A pool of one server, an episode played through it, and a proxy that loses replies."""
+"""A pool of one server, an episode played through it, and a proxy that drops replies."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -11,9 +11,7 @@ ACTIONS = ["turn left", "move forward", "turn right", "blub", "move forward"]
 
 @asynccontextmanager
 async def cutting_proxy(endpoint, cuts, at=0):
-    """Forwards to endpoint; while cuts[route] > 0 the reply to that route is thrown away and
-    the connection closed.
-    """
+    """Forward requests to `endpoint`, but drop replies to a route while cuts[route] > 0."""
     port = int(endpoint.rsplit(":", 1)[1])
 
     async def handle(reader, writer):

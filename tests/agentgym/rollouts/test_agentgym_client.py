@@ -1,4 +1,4 @@
-"""The client of AgentGym's protocol against servers that speak it."""
+"""The client of AgentGym's protocol against servers that implement it."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ async def test_an_episode_is_played_in_agentgyms_protocol_and_closed(serving):
                 await session.step("turn right")
                 reply = await session.step("go to red ball 1")
                 assert (reply.terminated, reply.success) == (True, True)
-                # the gain of this turn, not the sum their server answers with
+                # the reward is this turn's gain; the server sends the sum
                 assert 0.5 < reply.reward < 1
                 assert sessions.info().active_sessions == 1
         assert sessions.info().active_sessions == 0
@@ -112,9 +112,7 @@ def test_other_servers_are_refused_by_what_they_say(serving):
 
 @asynccontextmanager
 async def answering(*bodies):
-    """A server that gives each request the next of these answers: (status, text), or None to
-    cut the connection.
-    """
+    """Serve these answers in order: (status, text), or None to close the connection."""
     left, asked = list(bodies), []
 
     async def handle(reader, writer):

@@ -1,4 +1,4 @@
-"""Which of several servers gets a session, and what a host name with several addresses means."""
+"""Choosing a server for a session, and host names with several addresses."""
 
 import asyncio
 import socket
@@ -46,7 +46,7 @@ def test_sessions_spread_over_the_servers_and_a_dead_one_is_left_out(serving):
 
 
 def resolving(monkeypatch, table):
-    """Names of `table` have its addresses, which may change; all others are real."""
+    """Resolve the names of `table`, which may change; all others as usual."""
     real = asyncio.BaseEventLoop.getaddrinfo
 
     async def getaddrinfo(loop, host, port, **settings):
@@ -64,7 +64,7 @@ def resolving(monkeypatch, table):
 
 @asynccontextmanager
 async def server_at(host, port, options=None):
-    """A BabyAI server on another loopback address, in this loop."""
+    """Start a BabyAI server on another loopback address, in this loop."""
     import uvicorn
 
     from envs.babyai import spec
@@ -103,13 +103,13 @@ async def test_a_name_with_several_addresses_is_several_servers_that_come_and_go
             both = first.metrics.steps._value.get(), second.metrics.steps._value.get()
             assert min(both) > 0
             assert sum(both) == 12
-            table["envs.test"] = ["127.0.0.3", "127.0.0.4"]  # one left, one came
+            table["envs.test"] = ["127.0.0.3", "127.0.0.4"]  # one address left, one added
             async with server_at("127.0.0.4", port) as (_, third):
                 for number in range(12, 24):
                     await play(pool, f"key {number}", ["turn left"])
                 assert first.metrics.steps._value.get() == both[0]
                 assert third.metrics.steps._value.get() > 0
-                # the name service is away: the addresses known so far serve on
+                # name resolution fails: the known addresses remain in use
                 table["envs.test"] = None
                 await play(pool, "last key", ["turn left"])
                 assert set(pool.endpoints) == {
@@ -136,7 +136,7 @@ async def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
                 EnvError, match=r"a server that came later has options=.*'view': 'agentgym'"
             ):
                 await play(pool, "key")
-            for endpoint, info in pool.client.known.items():  # as of a server without any
+            for endpoint, info in pool.client.known.items():  # as for a server that states none
                 pool.client.known[endpoint] = info.model_copy(update={"examples": ()})
         table["envs.test"] = ["127.0.0.7"]
         async with server_at("127.0.0.7", port):
@@ -145,9 +145,7 @@ async def test_a_server_that_comes_later_must_be_like_the_others(monkeypatch):
 
 
 async def test_the_token_of_one_server_is_never_sent_to_another(monkeypatch):
-    """Ours goes to ours, that of the environment to configured servers, each by whatever name
-    or dialect it is asked.
-    """
+    """Send each token only to its own server: ours, or a configured one, by any name or dialect."""
     monkeypatch.setenv("AGENTGYM_ENV_TOKEN", "of-configured-servers")
     resolving(monkeypatch, {"envs.test": ["127.0.0.2", "127.0.0.3"]})
     sent = {}
@@ -202,10 +200,10 @@ def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_pa
             await pool.check(EnvConfig(options={}), allow_expert=True)
             async with pool.session(Item("babyai", 0), "a") as session:
                 assert session.endpoint == first
-                listing.say([second])  # the first goes, and another comes
+                listing.say([second])  # the first server leaves, another joins
                 async with pool.session(Item("babyai", 0), "b") as other:
                     assert other.endpoint == second
-                await session.step("turn left")  # a session stays with its server to its end
+                await session.step("turn left")  # a session stays on its server
             assert pool.client.hosts == {second: "env-babyai.fleet.svc:8000"}
             listing.say([])  # none is ready at the moment
             async with pool.session(Item("babyai", 0), "c") as session:
@@ -215,7 +213,7 @@ def test_a_listing_says_where_servers_are_while_they_come_and_go(serving, tmp_pa
                 async with pool.session(Item("babyai", 0), "d"):
                     pass
 
-    named = {"hosts": (".svc",)}  # as manifests have it
+    named = {"hosts": (".svc",)}  # as in the manifests
     with serving(**named) as (first, _), serving(**named) as (second, _):
         asyncio.run(main(first, second))
 

@@ -1,6 +1,4 @@
-"""Slow and fragile episodes are the successful ones here: a batch must hold its share of them
-all the same.
-"""
+"""Batches stay unbiased although successful episodes are slow and fail more often here."""
 
 import asyncio
 import hashlib
@@ -32,17 +30,17 @@ BOUND = 4 * math.sqrt(VARIANCE / (BATCH * NUM_BATCHES))
 
 
 def level_of(step, item_id):
-    """What the policy draws for this item at this step: uniform on 0 .. LEVELS - 1."""
+    """Return the policy's draw for this item and step: uniform on 0 .. LEVELS - 1."""
     return int.from_bytes(hashlib.sha256(f"{step} {item_id}".encode()).digest()[:8]) % LEVELS
 
 
 def reward_of(item, level):
-    """The outcome is the task's and the action's doing."""
+    """Return the reward, which depends on both the task and the action."""
     return ((item.task_id + level) % LEVELS) / (LEVELS - 1)
 
 
 class Gambler:
-    """A policy that names the level it drew, and says the same in every turn."""
+    """Policy that names its level, the same one in every turn."""
 
     def __init__(self, renderer):
         self.renderer, self.version = renderer, 0
@@ -65,8 +63,8 @@ class Gambler:
 
 
 class House:
-    """Two turns; the reward comes with the second.
-    Better episodes take longer, and where asked for, the best break once.
+    """Environment of two turns with the reward in the second.
+    Better episodes take longer; with `breaks`, the best ones fail once.
     """
 
     broken: set[int]
@@ -107,7 +105,7 @@ class House:
 def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbiased(
     tokenizer, serving, loop, breaks, max_staleness
 ):
-    """far: with rollouts four updates ahead of a learner who is slow every other time."""
+    """Run `far` with rollouts four updates ahead of a learner that is slow every other step."""
     house = type("Haunted", (House,), {"broken": set(), "breaks": breaks})
     spec = EnvSpec("house", "", house, {}, (), blocking=True)
     items = [Item("house", task) for task in range(BATCH * NUM_BATCHES)]
@@ -116,9 +114,9 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
             f"rollout.max_staleness={max_staleness}",
             f"rollout.items_per_step={BATCH}",
             "rollout.group_size=1",
-            f"rollout.concurrency={CONCURRENCY}",  # a third of the batch: every slot is refilled
+            f"rollout.concurrency={CONCURRENCY}",  # a third of the batch: slots are reused
             "rollout.max_env_error_frac=0",
-            "algorithm.recipe=ppo",  # without groups
+            "algorithm.recipe=ppo",  # recipe without groups
             "horizon.kind=fixed",
             "horizon.max_turns=[2]",
             f"horizon.stage_steps=[{NUM_BATCHES}]",
@@ -149,18 +147,18 @@ def test_latency_and_faults_that_grow_with_reward_leave_the_mean_of_batches_unbi
     quickest = []
     for step, batch in enumerate(batches, start=1):
         assert [each.item for each in batch] == admitted.next(BATCH)
-        for each in batch:  # nobody got another's reward on the way
+        for each in batch:  # no episode got another's reward
             assert each.step == step
             assert each.reward == reward_of(each.item, level_of(step, each.item.item_id))
-        # a house waits in proportion to its reward
+        # a house's latency is proportional to its reward
         quickest.append(sorted(batch, key=lambda each: each.reward)[: BATCH // 3])
     assert sum(each.num_attempts == 2 for batch in batches for each in batch) == len(house.broken)
     assert bool(house.broken) == breaks
     versions = {turn.version for batch in batches for each in batch for turn in each.turns}
     assert versions == set(range(NUM_BATCHES)) or max_staleness
     assert abs(mean_reward(batches) - MEAN) < BOUND
-    # negative control: of the same episodes, the third of each batch that waits least; who really
-    # ends first also depends on how busy the machine is
+    # negative control: the third of each batch with the least latency. The actual order of
+    # completion would also depend on the load of the machine.
     assert mean_reward(quickest) < MEAN - BOUND
     spans = sum(len(each.versions) > 1 for batch in batches for each in batch)
     assert bool(spans) == bool(max_staleness)

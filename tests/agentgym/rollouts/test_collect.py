@@ -1,6 +1,4 @@
-"""Many episodes with environments that are slow, broken or both: nothing is lost, nothing
-hangs, nobody jumps the queue.
-"""
+"""Many episodes in slow and failing environments: none is lost, none hangs, and order is kept."""
 
 import asyncio
 import time
@@ -56,7 +54,7 @@ class Session:
 
 
 class Scripted:
-    """Says "turn left" and keeps the keys in the order they came."""
+    """Policy that answers "turn left" and records keys in order of arrival."""
 
     def __init__(self, renderer, fails_at=None):
         self.ids = tuple(renderer.action_ids("turn left"))
@@ -81,7 +79,7 @@ def renderer(tokenizer):
 
 
 def gather(renderer, behave, items=8, policy=None, limit_s=20, **options):
-    """(trajectories, pool, policy); fails where the collection does not end."""
+    """Return (trajectories, pool, policy). Fail if the collection does not end."""
     pool, policy = Pool(behave), policy or Scripted(renderer)
     defaults = {
         "concurrency": 64,
@@ -144,9 +142,7 @@ def test_samples_of_an_item_stand_together(renderer):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_latency_that_grows_with_reward_does_not_bias_the_batch(renderer, deterministic):
-    """Half of the episodes succeed and are slow; the first to finish would be the failures
-    alone.
-    """
+    """Make the successful half slow: the first episodes to finish would all be failures."""
 
     async def behave(item, attempt, turn):
         won = item.task_id % 2 == 1
@@ -179,7 +175,7 @@ def test_a_failure_that_passes_is_tried_again(renderer, deterministic):
     assert [(t.status, t.num_attempts, t.reward, t.error) for t in trajectories] == [
         (Status.TERMINATED, 3 if task == 3 else 1, 1.0, None) for task in range(8)
     ]
-    assert len(set(pool.keys)) == 10  # each attempt is its own session
+    assert len(set(pool.keys)) == 10  # one session per attempt
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -261,7 +257,7 @@ def test_an_episode_that_hangs_times_out_alone(renderer, deterministic):
 
 
 class Slow(Scripted):
-    """Takes `reply_s` for each reply."""
+    """Policy that takes `reply_s` for each reply."""
 
     def __init__(self, renderer, reply_s):
         super().__init__(renderer)
@@ -312,7 +308,7 @@ def test_an_environment_that_hangs_beside_a_slow_engine_times_out(renderer):
 def test_an_episode_that_has_ended_keeps_its_outcome_however_long_its_session_takes_to_close(
     renderer,
 ):
-    """Left out, it would be a failure or a success less in every number, whichever it was."""
+    """Keep it: dropping such episodes would bias every number."""
 
     class Lingering(Pool):
         @asynccontextmanager
@@ -407,7 +403,7 @@ def test_lockstep_asks_in_one_order_whatever_the_environments_latency(renderer):
     def order(delay):
         async def behave(item, attempt, turn):
             await asyncio.sleep(delay(item.task_id, turn))
-            # one ends early, one fails on its first attempt: neither may hold up the others
+            # one ends early, one fails on its first attempt: neither may delay the others
             if item.task_id == 2 and attempt == 1:
                 raise broken()
             return Reply(terminated=turn == 1 + item.task_id % 3)
@@ -419,7 +415,7 @@ def test_lockstep_asks_in_one_order_whatever_the_environments_latency(renderer):
     backward = order(lambda task, turn: 0.002 * (6 - task))
     assert forward.keys == backward.keys
     assert forward.keys[:4] == [SampleKey(0, 1, f"babyai_{task}", 0, 0) for task in range(4)]
-    assert forward.most_running == 4  # a wave is one batch for the engine
+    assert forward.most_running == 4  # each wave is one batch for the engine
     free = []
     for sign in (1, -1):  # negative control: without lock-step the order follows the latency
 

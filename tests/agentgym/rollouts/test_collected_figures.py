@@ -1,4 +1,4 @@
-"""Figures of a batch: of each environment, of groups, and of what cut an episode."""
+"""Metrics of a batch: per environment, per group, and by cause of truncation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the canary sees: weights that arrived, and weights that did not."""
+"""The canary: weights that arrived, and weights that did not."""
 
 import asyncio
 import threading
@@ -17,12 +17,12 @@ from agentgym.rollouts.engine import Canary, LocalEngine, LoopThread, canary_seq
 from agentgym.rollouts.policies.torch import TorchPolicy
 from agentgym.types import EngineMismatch
 
-LR = 1e-5  # a typical rate of a large model: what one step changes is small
+LR = 1e-5  # a typical rate for large models: one step changes little
 
 
 @pytest.fixture
 def pair(make_model, tokenizer):
-    """(engine without environments, learner) that start from the same weights."""
+    """(engine without environments, learner) with the same weights."""
     checkpoint = new_checkpoint(make_model(), tokenizer)
     learner = LocalLearner(checkpoint.model, OptimizerConfig(lr=LR, warmup_steps=0), total_steps=10)
     policy = TorchPolicy(
@@ -34,7 +34,7 @@ def pair(make_model, tokenizer):
 
 
 def train(learner):
-    """Every weight moves by the learning rate, as in Adam's first step."""
+    """Move every weight by the learning rate, as Adam's first step does."""
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(
@@ -186,7 +186,7 @@ NOISE = 0.09  # nats, of SmolLM2 in bfloat16 between two kernels
 
 
 def scores(change, share, seed=0):
-    """Scores of 512 tokens, before and after an update: ours, theirs, ours, theirs."""
+    """Return scores of 512 tokens: ours and theirs before an update, then after it."""
     draw = torch.Generator().manual_seed(seed)
     noise = NOISE * torch.randn(2, 512, generator=draw)
     old, moved = torch.randn(2, 512, generator=draw)
@@ -221,7 +221,7 @@ def test_the_runs_own_text_is_scored_from_its_first_rollouts_on(tokenizer):
     assert reading.sequences == [*canary_sequences(tokenizer), list(range(128))]
     before = reading.compare(torch.zeros(60), [torch.ones(60) * 0.01], 3)
     more = reading.compare(torch.zeros(187), [torch.ones(187) * 0.01], 4, before=before)
-    assert len(more.ours) == 187  # other sequences: nothing to compare with
+    assert len(more.ours) == 187  # other sequences: not comparable
 
 
 def test_an_update_that_changes_no_stored_bit_is_named(tokenizer, caplog):
@@ -243,7 +243,7 @@ def test_an_engine_that_scores_as_before_to_the_bit_has_not_heard_of_an_update(t
     ):
         canary.compare(moved, [noise], 4, before=before)
     assert canary.compare(moved, [noise + 0.001], 4, before=before).ours is moved
-    # what the learner changed by less than its own noise need not show, until it adds up
+    # changes smaller than the learner's noise need not be visible until they add up
     seen = canary.compare(torch.tensor([0.0, 0.02]), [noise], 4, before=before)
     with pytest.raises(EngineMismatch, match=r"by up to 0\.04 nats"):
         canary.compare(torch.tensor([0.0, 0.04]), [noise], 5, before=seen)

@@ -1,4 +1,4 @@
-"""Requests to an environment server: at most once, many together, and errors that name it."""
+"""Requests to an environment server: sent at most once, batched, with errors that name it."""
 
 import asyncio
 import socket
@@ -31,7 +31,7 @@ async def test_a_reply_lost_on_the_way_does_not_act_twice(serving):
 
 
 async def play_many(pool, count, name):
-    """As many episodes at once, each on a task of its own."""
+    """Play this many episodes concurrently, each on another task."""
     return await asyncio.gather(
         *(play(pool, f"{name}-{task}", task_id=task) for task in range(count))
     )
@@ -40,7 +40,7 @@ async def play_many(pool, count, name):
 async def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serving):
     with serving(offer_expert=True) as (endpoint, sessions):
         async with pool_of(endpoint) as pool:
-            alone = await play_many(pool, 40, "alone")  # not checked: nothing is known of it
+            alone = await play_many(pool, 40, "alone")  # not checked: no expected value
         asked, answered, under_way = [], [], []
         async with pool_of(endpoint) as pool:
             await pool.check(BABYAI, allow_expert=True)
@@ -56,8 +56,8 @@ async def test_requests_of_one_moment_go_together_and_are_answered_as_alone(serv
             pool.client._post = counted
             assert await play_many(pool, 40, "together") == alone
         assert set(asked) == {"/batch"}
-        assert len(asked) < 40  # of 280 requests
-        assert max(under_way) == 2  # the server has one to work on while the other is read
+        assert len(asked) < 40  # 280 requests in fewer than 40 batches
+        assert max(under_way) == 2  # the server works on one while the other is read
         assert not sessions._by_id
 
 

@@ -1,6 +1,4 @@
-"""One episode with a scripted policy and a scripted environment: what is recorded is what
-happened.
-"""
+"""One episode with a scripted policy and a scripted environment is recorded as played."""
 
 import asyncio
 import copy
@@ -39,7 +37,7 @@ class Reply:
 
 
 class Session:
-    """Answers with the replies given, in order."""
+    """Session that returns the given replies in order."""
 
     def __init__(self, replies):
         self.observation = "task: go"
@@ -51,7 +49,7 @@ class Session:
 
 
 class Scripted:
-    """Samples the completions given, in order, and keeps what it was asked."""
+    """Policy that returns the given completions in order and records its prompts."""
 
     def __init__(self, completions):
         self.completions, self.asked = iter(completions), []
@@ -100,7 +98,7 @@ def test_a_terminated_episode_holds_tokens_mask_rewards_and_versions(renderer):
     assert session.actions == ["turn left", "move forward"]
     first, second = completions[0].ids, completions[1].ids
     opening, bridge = renderer.start("task: go"), renderer.bridge("you see", stopped=True)
-    # nobody answers the last observation
+    # the last observation gets no answer
     assert trajectory.input_ids == (*opening, *first, *bridge, *second)
     assert trajectory.action_mask == (
         *[False] * len(opening),
@@ -138,7 +136,7 @@ def test_each_turn_is_asked_with_its_own_key_and_the_whole_history(renderer):
 
 
 def test_sampled_ids_are_never_encoded_again(renderer, tokenizer):
-    """The letters one by one are not how the tokenizer would spell the word."""
+    """Use letters one by one, which is not how the tokenizer encodes the word."""
     letters = (*tokenizer.convert_tokens_to_ids(list("turn")), renderer.stop_id)
     assert list(letters) != renderer.action_ids("turn")
     trajectory, _, session = play(
@@ -258,15 +256,15 @@ def test_the_simulators_own_limit_is_a_cut_and_no_end_of_the_task(renderer):
         )
         assert trajectory.status.is_valid
         assert session.actions == ["a", "b"]
-        # a critic values the state the simulator stopped in
+        # a critic evaluates the state where the simulator stopped
         assert trajectory.input_ids == (*shown, *seen)
 
 
 @pytest.mark.parametrize(
     ("reply", "status"),
     [
-        (Reply(truncated=True), Status.ENV_LIMIT),  # of two limits at one turn the environment's
-        # the task is over: no future to value
+        (Reply(truncated=True), Status.ENV_LIMIT),  # if both limits hold, the environment's
+        # the task is over: no future value
         (Reply(terminated=True, truncated=True), Status.TERMINATED),
         (Reply(), Status.MAX_TURNS),
     ],
@@ -372,7 +370,7 @@ def test_each_turn_of_an_episode_that_spans_a_publish_keeps_the_version_that_sam
     policy = TorchPolicy(make_model(0), stop_ids=renderer.stop_ids, num_slots=2, context_tokens=256)
 
     class Publishing(Session):
-        """New weights arrive while it answers the second action, and again the third."""
+        """Session that publishes new weights during its second and its third reply."""
 
         async def step(self, action):
             reply = await super().step(action)
@@ -395,7 +393,7 @@ def test_each_turn_of_an_episode_that_spans_a_publish_keeps_the_version_that_sam
             sampling = SETTINGS.sampling(trajectory.item, trajectory.sample, number)
             said = asyncio.run(fresh.generate(list(trajectory.input_ids[: turn.start]), sampling))
             sampled = trajectory.logprobs[turn.start : turn.end]
-            # to the weights named, and to no others, it is what they sample there
+            # equal to a sample of the recorded version's weights, and of no others
             same = said.ids == trajectory.input_ids[turn.start : turn.end]
             same = same and said.logprobs == pytest.approx(sampled, abs=1e-5)
             assert same == (version == turn.version)

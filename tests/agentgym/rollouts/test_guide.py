@@ -1,4 +1,4 @@
-"""What episodes begin with: instructions, and after them worked examples."""
+"""The beginning of an episode: instructions, then worked examples."""
 
 import asyncio
 

@@ -1,6 +1,4 @@
-"""The client of OpenEnv's contract: against OpenEnv's own server, against ours, and against
-servers that break it.
-"""
+"""The client of OpenEnv's contract against OpenEnv's own server, ours, and broken ones."""
 
 import asyncio
 import json
@@ -30,14 +28,14 @@ TASKS = (36, 7, 130)
 
 @contextmanager
 def original(openenv, folder, name, most):
-    """URL of OpenEnv's own server around our simulator, for so many connections at once."""
+    """Serve our simulator with OpenEnv's own server, for this many connections. Return its URL."""
     command, environment = openenv("serve", name, str(folder / "port"), str(most))
     with owned_process(command, log_path=folder / "log", env=environment) as process:
         yield f"http://127.0.0.1:{text_of(folder / 'port', process, folder / 'log')}"
 
 
 async def follow(pools, name, task, first, turns):
-    """Play a known episode and compare what is shown."""
+    """Play a known episode and compare the observations."""
     async with pools.session(Item(name, task), f"key {task}") as session:
         assert session.observation == first
         for number, (action, expected) in enumerate(turns, start=1):
@@ -72,9 +70,7 @@ async def test_gold_episodes_on_openenvs_own_server(openenv, gold, tmp_path, nam
 
 
 async def test_a_place_that_is_taken_is_waited_for(openenv, gold, tmp_path):
-    """OpenEnv's servers have one place unless told otherwise, and every episode gives it back
-    before it is over.
-    """
+    """Wait for the one slot of an OpenEnv server; each episode frees it when it ends."""
 
     with original(openenv, tmp_path, "textcraft", 1) as url:
         async with OpenEnvPool([url], request_timeout_s=10, max_retries=0) as pool:
@@ -102,7 +98,7 @@ async def test_gold_episodes_on_our_servers(serving, gold, name):
         async with EnvPools.of([env], {name: env.endpoints}) as pools:
             await pools.check([env], allow_expert=False)
             await asyncio.gather(*(follow(pools, name, task, *gold(name, task)) for task in TASKS))
-            assert sessions.info().active_sessions == 0  # each was closed when its episode was
+            assert sessions.info().active_sessions == 0  # each session ended with its episode
 
 
 async def test_an_episode_that_our_server_cuts_is_truncated_and_no_success(serving):
@@ -150,9 +146,7 @@ def failed(code, **details):
 
 @asynccontextmanager
 async def standing_in(*replies, schema=TEXTS, status=200, refuse=None):
-    """(URL, messages that came, headers that came): a server that gives each message the next
-    reply; None cuts the connection.
-    """
+    """Serve the replies in order; None closes the connection. Return (URL, messages, headers)."""
     left, came, heads = list(replies), [], []
 
     def over_http(connection, request):
@@ -405,7 +399,7 @@ def test_the_token_goes_to_the_named_server_and_into_no_log(monkeypatch, caplog)
             assert [head["authorization"] for head in heads] == ["Bearer hush-hush"] * 2
 
     with caplog.at_level(logging.DEBUG):
-        logging.getLogger("websockets.server").setLevel(logging.WARNING)  # the stand-in's
+        logging.getLogger("websockets.server").setLevel(logging.WARNING)  # the stand-in's logger
         asyncio.run(main())
     assert "hush-hush" not in caplog.text
 
@@ -432,8 +426,8 @@ async def test_a_session_outlives_a_loop_that_is_busy_and_pings_are_answered_mea
     monkeypatch.setattr(connection, "PONG_S", 0.8)
     with serving("textcraft") as (url, _):
         async with pool_of(url) as pool, pool.session(Item("textcraft", 36), "key") as session:
-            await asyncio.sleep(2)  # a model thinks; nobody reads
-            time.sleep(0.5)  # and holds the loop up
+            await asyncio.sleep(2)  # the model is thinking, nothing reads
+            time.sleep(0.5)  # and the event loop is blocked
             assert (await session.step("inventory")).turn == 1
 
 

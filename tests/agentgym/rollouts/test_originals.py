@@ -1,6 +1,4 @@
-"""Stand-ins that answer as AgentGym's five servers do, route by route, and the client that
-drives the originals.
-"""
+"""Stand-ins that respond like AgentGym's five servers, route by route, and the client for them."""
 
 import asyncio
 import dataclasses
@@ -24,7 +22,7 @@ PAGE = (
 
 
 def rooms(create, reset, step):
-    """TextCraft, BabyAI and SciWorld: FastAPI, JSON everywhere, the id is 0 to begin with."""
+    """TextCraft, BabyAI and SciWorld: FastAPI, JSON everywhere, ids start at 0."""
 
     return {
         "POST /create": lambda body: create,
@@ -100,7 +98,7 @@ ORIGINALS = {
         },
         "POST /close": lambda body: body == {"env_idx": 0},
     },
-    "webarena": {  # Quart: a text where a handler gives one
+    "webarena": {  # Quart: text if a handler returns one
         "GET /": lambda _: web.Response(text="ok", content_type="text/html"),
         "POST /create": lambda _: {"env_idx": 0},
         "POST /reset": lambda body: (
@@ -130,7 +128,7 @@ FIRST = {
 
 @asynccontextmanager
 async def standing_in(routes):
-    """(URL, what was asked) of a server on loopback; a route may be a coroutine function."""
+    """Start a server on loopback; routes may be coroutine functions. Return (URL, requests)."""
     asked = []
 
     async def handle(request):
@@ -172,7 +170,7 @@ async def test_an_episode_on_a_server_that_answers_as_the_original_does(name, ca
 
 @pytest.mark.parametrize("answer", [{"closed": "closed"}, web.Response])
 async def test_a_browser_gets_the_time_it_takes_to_end(answer, monkeypatch, caplog):
-    """The pool's own deadlines are shorter; older servers answer a text."""
+    """Wait longer than the pool's deadlines allow; older servers respond with text."""
     monkeypatch.setattr(agentgym_client, "CLOSE_TIMEOUT_S", 0.2)
     ended = []
 

@@ -1,6 +1,4 @@
-"""One loop for whoever plays: an expert, a script, chance, and a model behind an endpoint, in all
-five environments.
-"""
+"""One loop for an expert, a script, random actions and a hosted model, in all five environments."""
 
 import pytest
 
@@ -44,7 +42,7 @@ def test_expert_script_chance_and_a_hosted_model_play_every_environment(serving,
             assert all(turn.env_s > 0 for turn in each.turns)
             assert each.timing["wall_s"] > 0
         assert len({each.id for each in (*shown, *one)}) == 4
-        # the whole conversation goes along, from the instructions on
+        # the whole conversation is sent, from the instructions on
         first = min(stub.asked, key=lambda body: len(body["messages"]))["messages"]
         assert [message["role"] for message in first] == ["system", "user"]
         assert first[0]["content"] == "rules"
@@ -58,7 +56,7 @@ def test_an_expert_that_gives_up_and_a_script_that_ends_are_cut_not_failed(servi
         )
         assert (cut.status, len(cut.turns), cut.success) == (Status.MAX_TURNS, 1, False)
         with pytest.raises(RuntimeError, match="1 of 1 episodes failed"):
-            play(endpoint, [Item("babyai", 0)], lambda *_: ExpertPlayer())  # it offers none
+            play(endpoint, [Item("babyai", 0)], lambda *_: ExpertPlayer())  # no expert offered
 
 
 def test_an_environment_that_tells_no_actions_says_so(serving):

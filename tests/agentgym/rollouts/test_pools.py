@@ -1,4 +1,4 @@
-"""The client against real servers on loopback, also over connections that break."""
+"""The client against real servers on loopback, also over broken connections."""
 
 import asyncio
 import os
@@ -82,7 +82,7 @@ def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tm
 
         async def generate(self, prompt_ids, sampling):
             self.num_asked += 1
-            if self.num_asked == 40:  # the server that has most of the open episodes
+            if self.num_asked == 40:  # the server with most of the open episodes
                 busiest = max(await self.pool.info(), key=lambda each: each.active_sessions)
                 os.kill(busiest.pid, signal.SIGKILL)
             await asyncio.sleep(0.01)

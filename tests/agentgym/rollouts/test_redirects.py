@@ -1,6 +1,4 @@
-"""An environment server that points elsewhere is refused: neither token nor action goes where
-it points.
-"""
+"""Redirects of an environment server are refused: neither token nor action is sent on."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -17,7 +15,7 @@ from agentgym.types import Item
 
 @asynccontextmanager
 async def server(head):
-    """(URL, requests that came) of a server with one answer for all."""
+    """Serve one response to all requests. Return (URL, requests)."""
     came = []
 
     async def handle(reader, writer):

@@ -1,4 +1,4 @@
-"""The one way to make progress durable: whole commits, told when made, old weights pruned."""
+"""A step's context: whole commits, one callback for each, and pruning of old weights."""
 
 import threading
 
@@ -31,7 +31,7 @@ KEY = "ab" * 32
 
 @pytest.fixture
 def opening(tmp_path):
-    """(overrides -> context of an open step, what was told of its commits)."""
+    """(function that opens a step's context with overrides, list of its commits by callback)."""
     told, store = [], store_at(tmp_path, lease_ttl_s=30.0)
     parents = {}
     for name in ("prepare", "demonstrate", "initialize", "warm-start"):
@@ -67,7 +67,7 @@ def opening(tmp_path):
 
 @pytest.fixture
 def opened(opening):
-    """(context of an open step, what was told of its commits)."""
+    """(context of an open step, list of its commits by callback)."""
     open_with, told = opening
     return open_with(), told
 
@@ -88,7 +88,7 @@ def test_a_commit_holds_what_it_was_given_and_is_told_once(opened):
     assert context.head == first
     early, last = decode_points(context.read(first, METRICS))
     assert early == points[0]
-    assert last.metrics.pop("system/process_memory_megabytes") > 1  # read now, of the last point
+    assert last.metrics.pop("system/process_memory_megabytes") > 1  # measured at the last point
     last = {name: value for name, value in last.metrics.items() if not name.startswith("system/")}
     assert last == points[1].metrics
     assert TRAJECTORIES not in first.records
@@ -109,7 +109,7 @@ def test_time_adds_up_over_commits_and_older_weights_go(opened):
 
 
 class Held:
-    """Content of a file of weights."""
+    """Content of a weights file."""
 
     def __init__(self, data):
         self.data, self.size = data, len(data)
@@ -159,7 +159,7 @@ def test_between_commits_nothing_is_durable(opening):
     take(context, 3, 9)
     context.close()
     assert context.store.head(STEP.name, KEY).state == {"global_step": 2}
-    again = open_with("store.commit_every=2")  # as after a kill: step 3 is taken again
+    again = open_with("store.commit_every=2")  # as after a kill: step 3 runs again
     take(again, 3, 9)
     take(again, 4, 9)
     again.close()
@@ -190,11 +190,11 @@ def test_what_is_written_is_what_was_there_when_the_step_was_taken(opening):
     context.writer.commit = held_up
     take(context, 1, 9)
     assert written.wait(30)
-    assert context.store.head(STEP.name, KEY) is None  # the run is ahead of its commit, ...
+    assert context.store.head(STEP.name, KEY) is None  # the run may be one commit ahead, ...
     second = threading.Thread(target=take, args=(context, 2, 9))
     second.start()
     second.join(0.2)
-    assert second.is_alive()  # ... but not of two
+    assert second.is_alive()  # ... but not two
     slow.set()
     second.join(30)
     context.close()
@@ -221,7 +221,7 @@ def test_the_commit_that_did_best_in_validation_keeps_its_weights(opening):
     context.close()
     assert [each.state["global_step"] for each in told] == [1, 3, 4, 6]
     assert scores(context.store, STEP.name, KEY) == [(0.3, 0), (0.7, 2), (0.7, 3), (0.5, 5)]
-    again = open_with(*rules)  # as after a kill: it finds out which one was best
+    again = open_with(*rules)  # as after a kill: finds the best commit again
     validated(again, 7, 0.6)
     again.close()
     kept = [each for each in told if again.store.has(each)]

@@ -1,4 +1,4 @@
-"""A step knows what it builds on, and its outcome says what happened."""
+"""A step's inputs, and outcomes that report what happened."""
 
 import pytest
 

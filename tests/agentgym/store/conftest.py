@@ -1,4 +1,4 @@
-"""A store on each back end."""
+"""Fixtures for a store on each back end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A step of a store on each back end, for tests and the processes they start."""
+"""A step of a store on each back end, for tests and their child processes."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from agentgym.store.manifest import PassedStep
 from agentgym.store.runstore import store_at
 
 KEY = "ab" * 32
-# what every child process begins with
+# every child process begins with this code
 CHILD = """
 import os, signal, socket, sys, time
 from pathlib import Path
@@ -36,12 +36,10 @@ store = runstore.store_at(root, lease_ttl_s=ttl_s)
 
 @dataclass
 class Place:
-    """Where a store lies, and a way round it to what it wrote: what disks and people do to
-    files.
-    """
+    """Location of a store, with direct access to its files in order to damage them."""
 
     root: str
-    scratch: Path  # a folder that this test and its children share
+    scratch: Path  # shared by this test and its children
 
     def store(self, ttl_s=30.0):
         return store_at(self.root, lease_ttl_s=ttl_s)
@@ -56,7 +54,7 @@ class Place:
         return boto3.resource("s3").Bucket(name), prefix
 
     def names(self):
-        """Of all files of the step, below its folder."""
+        """Return the names of all files of the step, relative to its folder."""
         if self.root.startswith("s3://"):
             bucket, prefix = self._bucket
             return [
@@ -104,7 +102,7 @@ def line(child):
 
 
 def commit(writer, step, model=None, *, done=False, blobs=None, earlier=()):
-    """Commit an optimizer step; earlier: those since the last commit."""
+    """Commit an optimizer step; `earlier` are the steps since the last commit."""
 
     def log(step):
         return {"metrics.jsonl": b"line %d\n" % step}
@@ -123,5 +121,5 @@ def commit(writer, step, model=None, *, done=False, blobs=None, earlier=()):
 
 
 def commit_several(writer, first, last):
-    """One commit of the optimizer steps `first` to `last`."""
+    """Write one commit of the optimizer steps `first` to `last`."""
     return commit(writer, last, earlier=range(first, last))

@@ -1,4 +1,4 @@
-"""A step that is collected is gone, also where the collection was killed, and can be made anew."""
+"""A collected step is deleted, even if the collection was killed, and can be run again."""
 
 import pytest
 
@@ -47,7 +47,7 @@ def test_a_step_that_somebody_holds_or_that_went_on_is_not_collected(store):
 
 
 def collect_half(store, monkeypatch):
-    """A commit whose collection ends, as by a kill, before its files go."""
+    """Commit, then kill the collection before it deletes files."""
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Files are whole and durable or not there, and a full disk is told as such."""
+"""Files are whole and durable or absent, and a full disk is reported as such."""
 
 import errno
 import os
@@ -25,13 +25,13 @@ def test_a_name_is_given_once(tmp_path):
 
 def test_a_link_that_was_made_and_looked_refused_counts_as_made(tmp_path):
     temp = write_temp(tmp_path, b"content")
-    os.link(temp, tmp_path / "name")  # the reply was lost on the way
+    os.link(temp, tmp_path / "name")  # the response was lost
     assert create_exclusively(temp, tmp_path / "name")
 
 
 @pytest.fixture
 def failing(monkeypatch):
-    """failing(name, number) -> from here on os.<name> fails with that number."""
+    """Return a function of (name, number) that makes os.<name> fail with that errno."""
 
     def arrange(name, number):
         def fail(*_, **__):

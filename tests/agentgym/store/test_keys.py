@@ -137,7 +137,7 @@ def test_an_unknown_module_is_named(folders):
 
 def test_the_installed_packages_are_found_and_their_state_rooms_left_out():
     files = source_files(["agentgym.tracking.mlflow"], package_folders())
-    # named itself, and what makes text plain; the store behind it is not
+    # the module itself and its text helpers, without the store
     assert list(files) == ["agentgym", "agentgym.tracking.mlflow", "envs", "envs.plain"]
     assert source_digest(["agentgym.types", "envs.wire"]) == source_digest(
         ["envs.wire", "agentgym.types"]
@@ -176,7 +176,7 @@ def test_object_names_fit_kubernetes():
 def test_an_installed_environment_is_in_the_keys_with_its_data_and_its_version(
     install, monkeypatch, changed, text
 ):
-    """Also what it imports by name only."""
+    """Include modules that it imports by name only."""
     site = install("tides_env", "", "agentgym.envs", "tides", "tides.play:spec").parent
     (site / "tides").mkdir()
     for name, source in (

@@ -1,5 +1,5 @@
-"""Whose a lease is: a process is judged where it can be seen, a heartbeat where it cannot.
-That writers keep to it, on real processes and both back ends, is in test_runstore.py.
+"""A lease's holder is judged by its process if visible, otherwise by heartbeats.
+test_runstore.py tests with real processes and both back ends that writers respect leases.
 """
 
 import logging
@@ -15,7 +15,7 @@ from agentgym.store.lease import Fenced, Holder, Lease, LeaseHeld, pid_space, pr
 
 @pytest.fixture
 def ended():
-    """The pid of a process that was, and when it had started."""
+    """(pid, start time) of a process that has ended."""
     process = subprocess.Popen(["sleep", "60"])
     started = process_start(process.pid)
     process.kill()
@@ -38,7 +38,7 @@ def test_a_dead_one_holds_nothing_and_neither_does_a_later_process_of_its_number
     pid, started = ended
     assert process_start(pid) is None
     refuse(replace(Holder.me(1), pid=pid, started=started))
-    refuse(replace(Holder.me(1), started="1"))  # ours has that number now
+    refuse(replace(Holder.me(1), started="1"))  # our process now has that pid
 
 
 def test_without_proc_a_number_that_is_taken_counts_as_alive(ended):
@@ -56,7 +56,7 @@ def test_a_holder_out_of_sight_is_waited_for_until_it_was_silent_for_long(change
 
 
 class Beating(Lease):
-    """A lease that lies nowhere, and counts its heartbeats."""
+    """Lease without storage that counts its heartbeats."""
 
     def __init__(self, failures=()):
         self.beats, self.enough, self._failures = 0, threading.Event(), list(failures)

@@ -1,4 +1,4 @@
-"""A manifest's digest says what was reached, not who reached it or when."""
+"""A manifest's digest covers the results, not who computed them or when."""
 
 import json
 import math

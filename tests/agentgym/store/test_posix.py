@@ -1,6 +1,4 @@
-"""What the file system alone can do to a store: be full, keep temporary files, be written to by
-hand.
-"""
+"""Store errors specific to file systems: full disks, temporary files, and edits by hand."""
 
 import errno
 import os
@@ -155,7 +153,7 @@ def test_large_content_that_two_keys_have_is_stored_once_and_outlives_either(
     store.collect(first)
     assert store.read(second, "model") == LARGE
     assert store.num_bytes(second) > SHARED_BYTES
-    assert commit_large(KEY).blobs == first.blobs  # made again, it shares again
+    assert commit_large(KEY).blobs == first.blobs  # a repeated commit shares its blobs again
     assert of_key(folder, KEY).samefile(of_key(folder, OTHER))
 
 
@@ -190,7 +188,7 @@ def test_damage_of_shared_content_is_found_in_both_and_either_is_made_whole_alon
     for manifest in (first, second):
         with pytest.raises(DigestMismatch):
             store.verify(manifest)
-    shutil.rmtree(of_key(folder, OTHER).parents[1])  # as the message says
+    shutil.rmtree(of_key(folder, OTHER).parents[1])  # the message's advice
     store.verify(commit_large(OTHER))
     with pytest.raises(DigestMismatch):
         store.verify(first)

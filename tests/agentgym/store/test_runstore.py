@@ -1,7 +1,6 @@
-"""What every back end promises: commits survive what happens to processes, and damage to them is
-seen.
+"""Guarantees of every back end: commits survive killed processes, and damage is detected.
 
-Leases and kills are tried on real processes; S3 is a real server.
+Leases and kills are tested with real processes; S3 is a real server.
 """
 
 import itertools
@@ -167,7 +166,7 @@ def test_an_unchanged_blob_is_named_again_and_not_written_again(place, store):
         first = commit(writer, 1)
         second = commit(writer, 2, blobs={"model": first.blobs["model"]})
         assert store.read(second, "model") == b"weights 1"
-        assert len(place.blobs()) == 3  # one model, two logs
+        assert len(place.blobs()) == 3  # the model once, and two logs
         with pytest.raises(BlobMissing, match="model was given as stored"):
             commit(writer, 3, blobs={"model": Blob.of(b"never stored")})
         assert writer.head == second
@@ -261,7 +260,7 @@ def test_a_folder_of_another_key_is_refused(store):
     ],
 )
 def test_a_name_that_would_be_a_path_is_refused_at_load(place, store, part, name):
-    """The digest is put right again, as whoever can write to the store would."""
+    """Recompute the digest, as a writer of the store could."""
     with store.open("stage-1", KEY) as writer:
         head = commit(writer, 1, done=True)
     tree = json.loads(encode_commit([head]))
@@ -306,9 +305,7 @@ def test_a_bad_step_name_or_key_is_refused_before_anything_is_made(store):
 
 
 def test_pruning_looks_at_the_folder_once(store, monkeypatch):
-    """A run of thousands of commits prunes after each: later calls must not cost what the step
-    ever wrote.
-    """
+    """Keep later calls cheap: a run of thousands of commits prunes after each one."""
     with store.open("stage-1", KEY) as writer:
         commit(writer, 0)
         writer.prune(keep=1)
@@ -317,7 +314,7 @@ def test_pruning_looks_at_the_folder_once(store, monkeypatch):
         for step in range(1, 4):
             commit(writer, step)
             assert writer.prune(keep=1) == 1
-        # content that was a log once stays, also when it was a checkpoint in between
+        # content that was once a log is kept, even if a checkpoint had it meanwhile
         commit(writer, 4, blobs={"model": b"line 2\n"})
         assert writer.prune(keep=1) == 1
         commit(writer, 5, blobs={"model": b"line 6\n"})

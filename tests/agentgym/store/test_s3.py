@@ -1,6 +1,4 @@
-"""What S3 alone can do to a store: lose answers, ask for patience, ignore conditions, keep half
-an upload.
-"""
+"""Store errors specific to S3: lost responses, throttling, ignored conditions, partial uploads."""
 
 import http.client
 import json
@@ -28,8 +26,7 @@ from tests.completed import completed
 
 
 class FaultyLink:
-    """A link to the S3 server that does to a request what `fault(method, path, number of such
-    requests so far)` says:
+    """Link to the S3 server. `fault(method, path, number of such requests so far)` returns:
 
     an int: respond with this status and do not forward the request.
     "lost": forward it, and respond 500 instead of the server's response.
@@ -113,7 +110,7 @@ def test_the_server_under_these_tests_honours_the_conditions_the_store_stands_on
         except ClientError as error:
             return int(error.response["ResponseMetadata"]["HTTPStatusCode"])
 
-    assert status(IfMatch='"00"') == 404  # nothing there yet
+    assert status(IfMatch='"00"') == 404  # no object yet
     assert status(IfNoneMatch="*") == 200
     assert status(IfNoneMatch="*") == 412
     assert status(IfMatch='"00"') == 412
@@ -149,9 +146,7 @@ def test_requests_that_the_server_could_not_serve_are_made_again(s3_uri, link, s
 
 
 def test_writes_whose_answers_are_lost_count_once(s3_uri, link):
-    """Of the lease, the manifests and the head, each first answer: the request made again meets
-    what it wrote itself.
-    """
+    """Lose each first response: a retry must accept its own write."""
     link.fault = lambda method, path, number: (
         "lost" if method == "PUT" and number % 2 == 0 else None
     )
@@ -159,7 +154,7 @@ def test_writes_whose_answers_are_lost_count_once(s3_uri, link):
     with store.open("stage-1", KEY) as writer:
         commits = [commit(writer, step) for step in range(3)]
     assert store.history("stage-1", KEY) == commits
-    with store.open("stage-1", KEY) as writer:  # given back: nobody waits
+    with store.open("stage-1", KEY) as writer:  # released: no waiting
         assert (writer.epoch, writer.head) == (2, commits[-1])
 
 
@@ -201,7 +196,7 @@ def test_a_commit_whose_fate_is_unknown_is_not_made_twice(s3_uri, link, monkeypa
             ),
         ):
             commit(writer, 1)
-    # here it had counted
+    # it was valid here
     assert [manifest.seq for manifest in store.history("stage-1", KEY)] == [0]
 
 

@@ -1,4 +1,4 @@
-"""Content that goes into a store piece by piece, and comes back a range at a time."""
+"""Content is stored in pieces and read back in ranges."""
 
 import tracemalloc
 from pathlib import Path
@@ -15,7 +15,7 @@ STEP, KEY = "stage-1", "ab" * 32
 
 
 class Pieces:
-    """So many pieces of as many bytes, none of which is kept."""
+    """Content in pieces of equal size; none of them is kept."""
 
     def __init__(self, num_pieces: int, num_bytes: int = 1000, fails: bool = False) -> None:
         self.num_pieces, self.num_bytes, self.fails = num_pieces, num_bytes, fails
@@ -102,7 +102,7 @@ def test_what_nobody_committed_is_pruned(store):
     with store.open(STEP, KEY) as writer:
         commit(writer, model=store.add(STEP, KEY, Pieces(3)))
         writer.prune(1)
-        store.add(STEP, KEY, Pieces(4))  # of a rank whose step was never committed
+        store.add(STEP, KEY, Pieces(4))  # a rank whose step was never committed
         second = commit(writer, model=store.add(STEP, KEY, Pieces(5)))
     with store.open(STEP, KEY) as writer:
         third = commit(writer, model=store.add(STEP, KEY, Pieces(6)))
@@ -112,10 +112,10 @@ def test_what_nobody_committed_is_pruned(store):
 
 
 def test_no_more_than_some_pieces_are_in_memory(store, monkeypatch):
-    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)  # the least S3 takes
+    monkeypatch.setattr(bucket, "PART_BYTES", 5 << 20)  # S3's minimum
     content = Pieces(96, 1 << 20)
     with store.open(STEP, KEY) as writer:
-        store.add(STEP, KEY, Pieces(6, 1 << 20))  # what is loaded at the first use
+        store.add(STEP, KEY, Pieces(6, 1 << 20))  # first use: loads lazy modules
         tracemalloc.start()
         try:
             blob = store.add(STEP, KEY, content)

@@ -1,4 +1,4 @@
-"""Who holds a step, and what its commits are when that process is killed, silent or overtaken."""
+"""Leases and commits of a step whose process is killed, silent or taken over."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def test_another_process_that_lives_keeps_its_lease_and_one_that_was_killed_lose
     assert line(child) == "open"
     with pytest.raises(LeaseHeld, match=f"process {child.pid} "):
         store.open("stage-1", KEY).__enter__()
-    child.kill()  # not reaped yet: a zombie holds nothing
+    child.kill()  # not reaped yet: zombies hold no lease
     deadline = time.monotonic() + 60
     while True:
         try:
@@ -89,7 +89,7 @@ def test_a_kill_before_the_last_write_leaves_the_previous_commit(place, store, w
     store.verify(head)
     with store.open("stage-1", KEY) as writer:
         assert writer.head == head
-        # its blobs are named again and count; what else the killed writer left is swept
+        # its blobs are valid and reused; other files of the killed writer are deleted
         assert commit(writer, 2).seq == 1
         writer.prune(keep=2)
     assert len(place.blobs()) == 4
@@ -136,7 +136,7 @@ with store.open("stage-1", KEY) as w:
 """
     child = place.start(script, ttl_s=2.0)
     assert line(child) == "open"
-    time.sleep(4)  # twice its time to live: the heartbeat alone keeps the lease
+    time.sleep(4)  # twice the time to live: only the heartbeat keeps the lease
     with pytest.raises(
         LeaseHeld,
         match=rf"process {child.pid} on elsewhere, .* heard of .*s ago; .*store\.lease_ttl_s 2$",
@@ -173,10 +173,10 @@ def _open_when_silent(store):
 
 
 def test_a_writer_that_was_taken_over_between_its_check_and_its_last_write_is_fenced(place, store):
-    """The newer holder has committed; what the older one still sends counts nowhere."""
+    """Let a newer holder commit first; writes of the older one are void."""
     with store.open("stage-1", KEY) as writer:
         commit(writer, 1)
-        writer._lease.check = lambda: None  # it looked before it was taken over
+        writer._lease.check = lambda: None  # it checked before the takeover
         with _taken_over(store) as newer:
             theirs = commit(newer, 20)
             with pytest.raises(
@@ -192,7 +192,7 @@ def test_a_writer_that_was_taken_over_between_its_check_and_its_last_write_is_fe
 
 @contextlib.contextmanager
 def _taken_over(store):
-    """A second writer, as a process that holds the first for dead would open one."""
+    """Open a second writer, as a process would that takes the first for dead."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Holder, "refuse_if_alive", lambda *_, **__: None)
         context = store.open("stage-1", KEY)
@@ -234,7 +234,7 @@ def test_why_a_step_was_given_up_is_left_with_its_lease(store):
         tenure = store.tenures([folder_name("stage-1", KEY)])[folder_name("stage-1", KEY)]
         assert str(tenure) == reason
         assert tenure.was_interrupted == (not isinstance(error, Exception))
-    with store.open("stage-1", KEY):  # the next holder begins without it
+    with store.open("stage-1", KEY):  # the next holder clears it
         pass
     (tenure,) = store.tenures().values()
     assert tenure.reason == ""

@@ -1,4 +1,4 @@
-"""An MLflow database of each test's own."""
+"""Fixture for an MLflow database per test."""
 
 import shutil
 from pathlib import Path

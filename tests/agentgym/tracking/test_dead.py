@@ -1,4 +1,4 @@
-"""Runs that nobody is at work on any more are closed in MLflow, with the reason."""
+"""Runs whose process is gone are closed in MLflow, with the reason."""
 
 import shutil
 import signal
@@ -29,7 +29,7 @@ with store_at(Path(sys.argv[1]), lease_ttl_s=30.0).open("stage-1", "ab" * 32):
 
 
 class Ledger:
-    """A store and what MLflow shows of a pipeline with one step, `stage-1`."""
+    """Store and MLflow runs of a pipeline with one step, `stage-1`."""
 
     def __init__(self, folder, *overrides):
         self.cfg = load_config("params.yaml", [f"store.path={folder / 'store'}", *overrides])
@@ -38,13 +38,13 @@ class Ledger:
         self.step = self.begin("stage-1", KEY)
 
     def begin(self, step, key, **tags):
-        """What the first delivery of a step does."""
+        """Begin the step's run, as its first delivery does."""
         return self.tracker.child_run(
             self.parent, step, key, params={}, tags={"step": step, **tags}
         )
 
     def shown(self, run_id):
-        """(status, why it ended) in MLflow."""
+        """Return (status, reason for its end) in MLflow."""
         run = self.tracker.client.get_run(run_id)
         return run.info.status, run.data.tags.get(ENDED)
 
@@ -82,7 +82,7 @@ def test_one_that_was_stopped_by_hand_is_shown_as_killed_and_goes_on_without_the
         raise KeyboardInterrupt
     close_dead(made.cfg, made.store)
     assert made.shown(made.step) == ("KILLED", "interrupted (KeyboardInterrupt)")
-    assert made.begin("stage-1", KEY) == made.step  # its process comes back
+    assert made.begin("stage-1", KEY) == made.step  # its process is restarted
     assert made.shown(made.step) == ("RUNNING", None)
     made.tracker.close_run(made.step, "KILLED", "too early")
     made.tracker.end_run(made.step)
@@ -110,7 +110,7 @@ def test_one_that_was_killed_is_closed_as_lost_and_not_while_it_lives(ledger):
 
 
 def test_runs_of_another_store_and_of_other_people_are_left_alone(ledger):
-    made = ledger()  # nobody ever held stage-1 in this store
+    made = ledger()  # stage-1 was never held in this store
     theirs = made.tracker.client.create_run(made.tracker.experiment_id)
     assert close_dead(made.cfg, made.store) == {}
     for run in (made.step, made.parent, theirs.info.run_id):
@@ -125,7 +125,7 @@ def test_a_run_between_two_steps_is_closed_after_a_leases_length_and_not_before(
     made.tracker.end_run(made.step)
     assert close_dead(made.cfg, made.store) == {}
     short = ledger("store.lease_ttl_s=0.05")
-    with made.store.open("evaluate-stage-1", OTHER, [head.digest]):  # has told MLflow nothing yet
+    with made.store.open("evaluate-stage-1", OTHER, [head.digest]):  # not in MLflow yet
         time.sleep(0.1)
         assert close_dead(short.cfg, short.store) == {}
     assert close_dead(short.cfg, short.store) == {
@@ -135,7 +135,7 @@ def test_a_run_between_two_steps_is_closed_after_a_leases_length_and_not_before(
 
 
 def test_what_was_cut_off_while_it_was_written_is_closed_and_ends_well_when_written_again(ledger):
-    """A pipeline before its first step, and an evaluation whose episodes are all played."""
+    """Interrupt a pipeline before its first step, and an evaluation after its last episode."""
     made = ledger()
     late = made.tracker.parent_run("01" * 32, params={}, tags={})
     record = made.tracker.evaluation_run("23" * 32, "chance", params={}, tags={})

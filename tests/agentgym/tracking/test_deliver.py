@@ -1,4 +1,4 @@
-"""How often a running step tells MLflow."""
+"""Rate limits of a running step's deliveries to MLflow."""
 
 import time
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ class MlflowException(Exception):
 
 
 class OperationalError(Exception):
-    """SQLAlchemy's."""
+    """SQLAlchemy's error, by name."""
 
 
 @pytest.mark.parametrize(
@@ -134,4 +134,4 @@ def test_a_server_that_does_not_answer_is_named_in_time(monkeypatch):
         ):
             check_server(uri)
         assert time.monotonic() - began < 10
-    check_server("sqlite:////x/mlflow.db")  # nothing to reach
+    check_server("sqlite:////x/mlflow.db")  # no server involved

@@ -1,4 +1,4 @@
-"""The ledger shows what was committed, once, however often it is told."""
+"""MLflow shows each commit once, however often it is delivered."""
 
 import shutil
 import signal
@@ -25,7 +25,7 @@ def test_a_database_is_there_whole_or_not_at_all_when_its_maker_is_killed(tmp_pa
         "import sys; from pathlib import Path; from agentgym.tracking.mlflow import Tracker;"
         " Tracker(sys.argv[1], 'x', Path(sys.argv[2])).client"
     )
-    for size in (1, 200_000):  # at its first byte, and with some of the tables made
+    for size in (1, 200_000):  # at the first byte, and with some tables created
         maker = subprocess.Popen(
             [sys.executable, "-c", code, f"sqlite:///{database}", str(tmp_path / "artifacts")]
         )
@@ -76,7 +76,7 @@ def test_runs_are_found_again_by_their_keys(tracker):
     other = tracker.child_run(parent, "stage 2", "cd" * 32, params={}, tags={})
     assert len({parent, child, other}) == 3
 
-    # another process, later, elsewhere configured
+    # another process later, with other settings
     again = Tracker(tracker.uri, "tests", tracker.artifact_root)
     assert (
         again.parent_run(
@@ -228,7 +228,7 @@ def test_points_of_a_deleted_step_folder_are_not_mistaken_for_the_new_ones(track
     again = tracker.parent_run(RUN_KEY, params={}, tags={})
     assert again != run
     assert tracker.child_run(again, "stage 1", KEY, params={}, tags={}) != child
-    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]  # set aside, not lost
+    assert tracker.points(run) == [("loss", 0, 1000, 3.0)]  # superseded, not lost
     assert tracker.client.get_run(run).info.lifecycle_stage == "active"
 
 

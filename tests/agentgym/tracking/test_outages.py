@@ -1,4 +1,4 @@
-"""Data, traces, models and decisions reach an MLflow server that fails at each of them, once."""
+"""Data, traces, models and decisions reach an MLflow server once, although it fails for each."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ from agentgym.tracking.step_data import inputs_of
 from agentgym.tracking.step_page import traces_of
 
 pytestmark = pytest.mark.integration
-STEPS = ("prepare", "stage-2", "evaluate-stage-2", "register")  # every kind is in one of them
+STEPS = ("prepare", "stage-2", "evaluate-stage-2", "register")  # cover all kinds of data
 ROUTES = {
     "inputs": "POST /api/2.0/mlflow/runs/log-inputs",
     "trace": "POST /api/3.0/mlflow/traces",
@@ -31,14 +31,14 @@ ROUTES = {
     "verdict": "POST /api/2.0/mlflow/model-versions/set-tag",
     "alias": "POST /api/2.0/mlflow/registered-models/alias",
 }
-# what comes in place of an answer, in this order; a lost or late one is of what was done
+# faults in place of a response, in order; "lost" and "late" follow a completed request
 FAULTS = {route: ["closed" if len(route) % 2 else "busy", "lost"] for route in ROUTES}
 FAULTS["spans"].append("late")
 TIMEOUT_S = 2
 
 
 class Proxy(ThreadingHTTPServer):
-    """Before a server; each of these routes fails in each way, once."""
+    """Proxy in front of a server; each of these routes fails once in each way."""
 
     def __init__(self, address):
         super().__init__(("127.0.0.1", 0), Handler)
@@ -55,7 +55,7 @@ class Proxy(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
-        """Nothing: a test that fails says why."""
+        """Log nothing: a failing test reports the reason."""
 
     def handle_one_request(self):
         self.raw_requestline = self.rfile.readline(65537)
@@ -94,7 +94,7 @@ class Handler(BaseHTTPRequestHandler):
 def proxy(request, empty_ledger, tmp_path, mlflow_server, monkeypatch):
     from mlflow.store.tracking.rest_store import RestStore
 
-    # what is tried again is tried by us
+    # only our code retries
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", str(TIMEOUT_S))
     folder = tmp_path / "server"
@@ -130,7 +130,7 @@ def test_what_a_server_failed_to_take_or_to_confirm_is_there_once_in_the_end(
                 assert failed <= 6 * len(ROUTES), proxy.left
             tracker = tracker_of(cfg)
             run = tracker.find_run({"step_key": done[name].key})
-            if name != "register":  # the registry is told of last
+            if name != "register":  # registration comes last
                 assert tracker.client.get_run(run).info.status == "RUNNING"
     assert not any(proxy.left.values()), proxy.left
 

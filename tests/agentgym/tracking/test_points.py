@@ -1,4 +1,4 @@
-"""What is spooled comes back as it was, or is refused by name; what breaks a limit is an alarm."""
+"""Points are read back unchanged or refused by name; values beyond a limit raise alarms."""
 
 import math
 import re
@@ -93,7 +93,7 @@ time.sleep(60)
 
 @pytest.fixture
 def reading(tmp_path):
-    """(metrics of a clock that stands still until it is moved, move)."""
+    """(system metrics with a clock set by hand, function that moves the clock)."""
     now = [1000.0]
 
     def move(seconds):
@@ -120,7 +120,7 @@ def test_a_process_that_it_started_counts_with_its_time_and_memory(reading):
 
 def test_readings_are_apart_and_the_first_is_at_once(reading):
     system, move = reading
-    assert system.read() == {}  # no time has passed that anything could be of
+    assert system.read() == {}  # rates need elapsed time
     move(0.1)
     found = system.read()
     move(EVERY_S - 0.1)
@@ -159,7 +159,7 @@ def names_of(name, values, alarms=None):
     return [alarm.name for alarm in tripped(alarms or AlarmsConfig(), history(name, values))]
 
 
-# values of the steps, and what the rule measures of them
+# values of the steps, and the rule's measure of them
 TROUBLE = {
     "entropy": ([0.3, 0.3, 0.01, 0.02, 0.015], 0.015),
     "gradient": ([1.0] * 8 + [2.0, 2.0, 80.0], 28.0),
@@ -245,7 +245,7 @@ def test_whoever_reads_a_history_again_finds_the_same_alarms(caplog):
         for end in range(1, len(points) + 1)
         for found in [tripped(AlarmsConfig(), points[:end])]
     ]
-    for cut in (0, 8, 11, len(points)):  # a run that was killed there and went on
+    for cut in (0, 8, 11, len(points)):  # a run that was killed there and resumed
         watch = Watch(AlarmsConfig(), marked[:cut])
         assert [watch.take(point) for point in points[cut:]] == marked[cut:]
     assert begun(marked) == tripped(AlarmsConfig(), points[: begun(marked)[0].step])
@@ -272,7 +272,7 @@ def test_what_is_to_stop_is_said_by_the_error_alone(action, caplog):
     with pytest.raises(AlarmStop, match=r"^alarm entropy at .* with alarms\.entropy warn, or"):
         raise watch.stop
     again = Watch(AlarmsConfig(entropy="stop", min_entropy=0.0), [point])
-    assert again.stop is None  # another limit, and it goes on
+    assert again.stop is None  # with another limit it continues
 
 
 def test_an_empty_history_is_calm():

@@ -1,4 +1,4 @@
-"""A checkpoint is one version, which loads with its chat template."""
+"""A checkpoint is one model version, which loads with its chat template."""
 
 import json
 import urllib.request
@@ -51,7 +51,7 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def mlflow_at(tracker):
-    """MLflow's module-level functions, pointed at this test's store."""
+    """The `mlflow` module, set to this test's store."""
     import mlflow
 
     tracker.client  # noqa: B018  sets MLflow's environment first
@@ -111,7 +111,7 @@ def test_a_model_is_registered_once_and_answers_by_its_alias(tracker, model_dir,
     )
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["choices"][0]["message"]["role"] == "assistant"
-    # registering is not the end of a run
+    # the run continues after registration
     assert tracker.client.get_run(run).info.status == "RUNNING"
 
 
@@ -162,7 +162,7 @@ def test_a_kill_while_registering_leaves_one_model_and_one_version(tracker, mode
         raise KeyboardInterrupt
 
     run = tracker.parent_run(RUN_KEY, params={}, tags={})
-    # before the model is whole, before it is registered
+    # before the model is complete, and before it is registered
     for step in ("log_model_artifacts", "create_model_version"):
         with monkeypatch.context() as patch:
             patch.setattr(tracker.client, step, killed)

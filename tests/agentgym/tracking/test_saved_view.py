@@ -1,4 +1,4 @@
-"""The saved views open MLflow's charts, and what a person made of them stays."""
+"""Saved views open MLflow's charts and keep the user's changes."""
 
 import base64
 import json
@@ -17,11 +17,11 @@ from agentgym.tracking.saved_view import (
 )
 
 STEPS, TURNS, TOKENS = VIEWS
-MAX_TAG_CHARS = 20_000  # of an experiment's tag
+MAX_TAG_CHARS = 20_000  # MLflow's limit for a tag of an experiment
 
 
 def state_of(value):
-    """As the UI reads it."""
+    """Decode a state as the UI does."""
     packed = json.loads(value)["state"].removeprefix("deflate;")
     return json.loads(zlib.decompress(base64.b64decode(packed)))
 

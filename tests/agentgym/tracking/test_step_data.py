@@ -1,4 +1,4 @@
-"""The data of a step, by which revision, and its episodes: one trace with a span per turn."""
+"""A step's data by revision, and its episodes: one trace with a span per turn."""
 
 import json
 from dataclasses import replace
@@ -165,11 +165,11 @@ def test_the_draw_has_successes_and_failures_and_is_the_same_again(commit):
     assert failed not in drawn([failed], KEY, 6)
 
 
-STEERING = "\x00\x1b[2J\ud83d\r"  # refused by Postgres, by terminals, by UTF-8
+STEERING = "\x00\x1b[2J\ud83d\r"  # refused by Postgres, terminals and UTF-8
 
 
 def steering():
-    """An episode whose texts hold what a model samples and a server answers."""
+    """Return an episode with control characters in all texts of models and servers."""
     turn = Turn(f"go{STEERING}", f"seen{STEERING}", 1.0, reply=f"I go{STEERING}")
     return replace(episode(), first_observation=f"goal{STEERING}", turns=(turn,))
 
@@ -215,6 +215,6 @@ def test_a_trace_that_is_delivered_twice_is_there_once(tracker, commit):
         "turn 3: go 2",
     ]
     assert found.data.spans[2].outputs["observation"] == "seen 1"
-    # a column of MLflow's list: Feedback has one for each name
+    # MLflow's list has a column for each name of Feedback
     assert [(each.name, each.value) for each in found.info.assessments] == [("success", True)]
     assert found.info.tags["step"] == "evaluate-stage-1"

@@ -1,6 +1,4 @@
-"""What a person finds in MLflow's own UI of a real run, in a browser; and what a forger of these
-pages cannot do.
-"""
+"""MLflow's own UI of a real run, in a browser, and forged pages that the audit finds."""
 
 import json
 import sqlite3
@@ -18,12 +16,12 @@ from agentgym.tracking.saved_view import SECTIONS, VIEWS, link_to
 from agentgym.tracking.step_page import note_of_comparison
 
 EXPERIMENT = "agentgym-babyai"
-SEEN_S = 60.0  # for a page to show what it has
+SEEN_S = 60.0  # time for a page to load its content
 
 
 @pytest.fixture(scope="module")
 def folder(copy_run, tmp_path_factory):
-    """A finished run of this file's own."""
+    """Folder of a finished run for this file only."""
     return copy_run(tmp_path_factory.mktemp("pages"))
 
 
@@ -45,7 +43,7 @@ def parent(client, experiment):
 
 @pytest.fixture(scope="module")
 def page(folder, chromium, mlflow_server):
-    """page(path, *texts) -> the page of MLflow's UI, once it shows these texts."""
+    """Return a function of (path, *texts) that opens a page of MLflow's UI and awaits the texts."""
     from playwright.sync_api import sync_playwright
 
     from envs.webarena.chromium import find_browser
@@ -101,7 +99,7 @@ def test_a_trace_opens_turn_by_turn(page, client, experiment):
 
 @pytest.fixture(scope="module")
 def comparison(folder, tiny_params, client, experiment):
-    """A comparison of the repository's, as one that the run is a cell of; its run in MLflow."""
+    """MLflow run of a comparison from docs/results with the finished run as a cell."""
     result = json.loads((Path(__file__).parents[3] / "docs/results/unlock.json").read_text())
     cfg, files = load_config(tiny_params(folder, deterministic=True)), result_files(result)
     cell = CellPoints("a seed 0", cfg, run_key(cfg), {"row": "a"}, [])
@@ -128,7 +126,7 @@ def test_a_comparisons_page_shows_its_table_and_its_figures(page, experiment, co
 
 
 def table_of(run, name):
-    """A row of a table as a dict."""
+    """Return a row of a table as a dict."""
     path = Path(run.info.artifact_uri.removeprefix("file://"), name)
     table = json.loads(path.read_text())
     return [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
@@ -204,7 +202,7 @@ def test_a_forged_page_is_found(copy_run, tmp_path, tiny_params, tiny_endpoint, 
 def test_pages_are_audited_through_a_server_too(
     copy_run, tmp_path, tiny_params, tiny_endpoint, mlflow_server
 ):
-    """It answers for fewer traces at a time than a database does."""
+    """Request fewer traces at a time: a server's limit is lower than a database's."""
     params = tiny_params(copy_run(tmp_path), endpoint=tiny_endpoint, deterministic=True)
     with mlflow_server(tmp_path) as address:
         cfg = load_config(params, [f"tracking.uri={address}"])

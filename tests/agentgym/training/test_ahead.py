@@ -1,4 +1,4 @@
-"""Batches come in order, no further ahead than may be, and the thread ends with its owner."""
+"""Batches come in order, within the limit of batches ahead, and the thread ends with its owner."""
 
 import contextlib
 import threading
@@ -12,7 +12,7 @@ PATIENCE_S = 30.0
 
 
 class Filler:
-    """Fills batches that are lists, and can be waited for."""
+    """Fills batches that are lists; tests can wait for them."""
 
     def __init__(self, fails_at=None, holds_at=None):
         self.fails_at, self.holds_at = fails_at, holds_at
@@ -45,7 +45,7 @@ def test_so_many_are_filled_ahead_and_not_one_more(most):
     with Ahead(most) as ahead:
         ahead.begin(batches(), filler)
         for learned in range(10):
-            # one to learn from now, and `most` for the updates after it
+            # one to learn from now, and `most` for later updates
             filler.wait_for(learned + 1 + most)
             assert len(filler.filled) == learned + 1 + most
             assert ahead.begun == [[n] for n in range(learned, learned + 1 + most)]
@@ -95,8 +95,8 @@ def test_the_thread_ends_with_its_owner_whatever_it_waits_for(holds_at):
     with contextlib.suppress(KeyError), Ahead(2) as ahead:
         ahead.begin(batches(), filler)
         if holds_at is None:
-            filler.wait_for(3)  # now it waits to be admitted
-        filler.hold.set()  # else whoever closes an engine ends what it fills
+            filler.wait_for(3)  # it is waiting for admission
+        filler.hold.set()  # otherwise closing an engine ends it
         raise KeyError
     assert not ahead._thread.is_alive()
     assert len(filler.filled) <= 3

@@ -1,4 +1,4 @@
-"""How many optimizer steps a commit makes durable changes nothing but what a kill costs."""
+"""The number of optimizer steps per commit changes only the cost of a kill."""
 
 import sqlite3
 
@@ -28,7 +28,7 @@ def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
 
     def fatal(self, experience, config, *, step, seed):
         metrics = update(self, experience, config, step=step, seed=seed)
-        if step == 4:  # the second of stage 2
+        if step == 4:  # the second step of stage 2
             raise KeyboardInterrupt
         return metrics
 

@@ -1,4 +1,4 @@
-"""Models of families with more than one stop token, or thoughts, through episodes and the audit."""
+"""Models with several stop tokens, or with thoughts, through episodes and the audit."""
 
 import json
 
@@ -34,8 +34,8 @@ FAMILIES = {
 
 @pytest.fixture(params=FAMILIES)
 def run(request, family_of, tmp_path, tiny_params, tiny_endpoint):
-    """(configuration of a run of such a model, ids of its stop tokens); its folder is as a
-    repository on the Hub: generation_config.json names stop tokens that config.json does not.
+    """(configuration of a run, ids of its stop tokens).
+    As on the Hub, generation_config.json has stop tokens that config.json lacks.
     """
     kind, stops = FAMILIES[request.param]
     tokenizer, folder = family_of(request.param), tmp_path / "model"
@@ -54,7 +54,7 @@ def run(request, family_of, tmp_path, tiny_params, tiny_endpoint):
         "model.context_tokens=2048",
         "model.chat.history=append",
         "warm_start.enabled=false",
-        "rollout.max_new_tokens=24",  # in which one of some 340 tokens that are all likely may come
+        "rollout.max_new_tokens=24",  # enough to sample one of some 340 likely tokens
         "horizon.stage_steps=[1,1]",
         "validation.every=0",
     ]
@@ -83,7 +83,7 @@ def test_a_models_stop_tokens_end_actions_and_its_template_ends_turns(run, tmp_p
                 assert (following == renderer.stop_id) == (last != renderer.stop_id)
                 assert not set(stop_ids) & set(episode.input_ids[turn.start : turn.end - 1])
                 seen.add(last)
-    assert set(stop_ids) < seen  # each of them, and actions that were cut
+    assert set(stop_ids) < seen  # every stop token, and truncated actions
 
     report = audit(cfg)
     assert report.ok, [check.failures for check in report.checks if not check.ok]

@@ -1,4 +1,4 @@
-"""A model folder that somebody handed over: numbers and text are taken from it, never a program."""
+"""Model folders from others: numbers and text are used, programs never run."""
 
 import json
 import pickle

@@ -1,5 +1,5 @@
-"""A run that learns from trajectories of others, of two environments: gold players and losers,
-in AgentGym's published layout.
+"""A run that learns from imported trajectories of two environments, in AgentGym's layout.
+There are gold trajectories and losing ones.
 """
 
 import json
@@ -53,8 +53,8 @@ INSTRUCTIONS = [
 
 
 def play(env, task, actions=None):
-    """A published row of an episode that was really played; without actions the expert plays.
-    None where it gives up.
+    """Return a published row of a played episode; without actions the expert plays.
+    Return None if the expert gives up.
     """
     spec = load_spec(env, OPTIONS[env])
     simulator = spec.make()
@@ -82,8 +82,8 @@ def play(env, task, actions=None):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """A dataset of two environments and, beside it, trajectories of its items: of each a gold
-    one and, of every other one, a losing one.
+    """A dataset of two environments, with a gold trajectory of each item.
+    Every other item has a losing one too.
     """
     folder = tmp_path_factory.mktemp("published")
     for env, tasks in ITEMS.items():
@@ -107,7 +107,7 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def begun(published, tmp_path_factory):
-    """The parameters of a run that is done up to its warm start."""
+    """The params file's folder of a run, finished up to its warm start."""
     folder = tmp_path_factory.mktemp("run")
     tree = {
         "extends": str(Path(__file__).parents[3] / "params.yaml"),
@@ -256,7 +256,7 @@ def test_a_run_trains_from_them_and_passes_its_audit(begun, recipe, tmp_path):
 
 
 def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun, tmp_path):
-    """Recorded on other options: the same ids are other tasks here."""
+    """Change the options: the same ids are other tasks than those recorded."""
     other = [*OPTIONS["babyai"].items(), ("levels", ["OpenRedDoor"])]
     tree = {
         "extends": str(begun / "params.yaml"),

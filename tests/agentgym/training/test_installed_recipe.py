@@ -1,4 +1,4 @@
-"""A recipe from an installed package trains like a built-in one; its settings are its own."""
+"""A recipe from an installed package trains like a built-in one, with its own settings."""
 
 import shutil
 

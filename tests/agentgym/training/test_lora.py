@@ -1,4 +1,4 @@
-"""Runs that train an adapter: what they commit, how they resume, and what leaves the store."""
+"""Runs that train an adapter: commits, resuming, and exports."""
 
 import json
 
@@ -31,7 +31,7 @@ from tests.pretrained import AS_TINY
 pytestmark = pytest.mark.integration
 
 LORA = {"rank": 4, "alpha": 8}
-# the reference is the warm start's weights: the adapter's base
+# reference: the warm start's weights, the adapter's base
 ALGORITHM = {"kl_coef": 0.01, "kl_place": "loss"}
 
 
@@ -62,11 +62,11 @@ def test_a_commit_holds_the_matrices_and_names_the_weights_they_change(adapted):
         assert (record["rank"], record["alpha"]) == (4, 8)
         matrices = StoredTensors.of(store, held, ADAPTER)
         assert all(map(is_matrix, matrices.tensors))
-        assert (OPTIMIZER in held.blobs) == (name == "stage-1")  # which another stage goes on from
+        assert (OPTIMIZER in held.blobs) == (name == "stage-1")  # stage-2 resumes from it
         if OPTIMIZER in held.blobs:
             state = StoredTensors.of(store, held, OPTIMIZER)
             assert {name.rpartition(":")[0] for name in state.tensors} == matrices.tensors.keys()
-        # the weights of a model as tiny as this one are little more
+        # this model's weights are so few that the adapter is not much smaller
         assert matrices.size < 0.6 * base.blobs[WEIGHTS].size
     assert policy_digest(done["stage-1"]) != policy_digest(done["stage-2"])
 
@@ -181,7 +181,7 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     assert records[0]["target_modules"] == ["q_proj", "up_proj"]
     digests = {digest_of(done[name], ADAPTER) for name in ("warm-start", "stage-1", "stage-2")}
     assert len(digests) == 3
-    # another rank is another warm start
+    # another rank gives another warm start
     other = load_config(params, [*changes, "lora.rank=4"])
     step, parents = (
         steps_of(cfg)["warm-start"],

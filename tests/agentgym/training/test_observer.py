@@ -1,4 +1,4 @@
-"""What an update made of an episode, or why it did not enter the loss, stands in its record."""
+"""An episode's record has its numbers from the update, or the reason for leaving it out."""
 
 import itertools
 import math
@@ -74,7 +74,7 @@ def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(
         told = [each for each in episodes if each.learned is not None]
         assert len(told) == len(episodes) / 2
         batch = to_batch([replace(each, learned=None) for each in episodes])
-        expected = batch.returns  # standardized within groups below, by hand
+        expected = batch.returns  # standardized within groups by hand below
         for place, each in enumerate(episodes):
             if each.learned is None:
                 continue
@@ -83,7 +83,7 @@ def test_of_a_drawn_share_of_the_episodes_each_tokens_numbers_are_kept(
             group = expected[batch.group_ids == batch.group_ids[place]]
             gain = float((expected[place] - group.mean()) / (group.std() + 1e-6))
             assert each.learned.advantages == pytest.approx([gain] * count, abs=1e-4)
-            # the learner's before the update: the engine's, whose weights they are
+            # log-probabilities before the update equal the engine's, which has the same weights
             assert each.learned.logprobs == pytest.approx(engine, abs=1e-3)
             assert len(each.learned.ratios) == len(each.learned.entropies) == count
             assert all(0 < entropy <= math.log(512) for entropy in each.learned.entropies)
@@ -117,7 +117,7 @@ SPLIT = ("commit", "generate", "wait", "update", "publish", "validate", "other")
 
 
 class Hand:
-    """A clock that stands still until it is moved."""
+    """Clock that is set by hand."""
 
     def __init__(self, s=100.0):
         self.s = s
@@ -142,7 +142,7 @@ def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
     clock = StepClock(hand)
     hand.s += 1.0
     clock.lap("commit")
-    hand.s += 8.0  # of two engines one worked 12 of their 16 seconds
+    hand.s += 8.0  # two engines worked 12 of 16 s in total
     clock.lap_rollouts(EngineUsage(busy_s=12.0, depth_s={0: 10.0, 3: 6.0}))
     hand.s += 0.5
     clock.lap("other")
@@ -165,7 +165,7 @@ def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
         "perf/trained_tokens_per_s": 150.0,
         "perf/learner_idle_frac": 0.5,
     }
-    hand.s += 3.0  # between two steps nothing is lost
+    hand.s += 3.0  # time between steps counts for the next one
     clock.lap("commit")
     assert clock.step(0, {}) == {
         "time/commit_s": 3.0,
@@ -178,8 +178,8 @@ def test_the_parts_of_steps_leave_nothing_out_and_count_nothing_twice():
 @pytest.mark.parametrize(
     ("usage", "generating"),
     [
-        (EngineUsage(), 2.0),  # of an engine that measures nothing
-        (EngineUsage(busy_s=-1.0, depth_s={0: 4.0}), 0.0),  # a worker was lost between
+        (EngineUsage(), 2.0),  # no usage measured
+        (EngineUsage(busy_s=-1.0, depth_s={0: 4.0}), 0.0),  # a worker was lost meanwhile
         (EngineUsage(busy_s=5.0, depth_s={0: 4.0}), 2.0),
     ],
 )
@@ -249,7 +249,7 @@ def test_every_step_of_a_run_says_where_its_time_went(
         assert metrics["time/publish_s"] > 0
         assert metrics["perf/generated_tokens_per_s"] > 0
         assert metrics["perf/prompt_tokens_per_s"] > metrics["perf/generated_tokens_per_s"]
-        # all turns but the first find the one before
+        # all turns but the first reuse the previous one
         assert 0.3 < metrics["perf/prefix_cache_hit_frac"] < 1
         assert 0 < metrics["perf/engine_idle_frac"] < 1
         assert 0 < metrics["perf/learner_idle_frac"] < 1
@@ -260,7 +260,7 @@ def test_every_step_of_a_run_says_where_its_time_went(
             assert waited >= metrics["time/rollouts_s"]
             idle = metrics["time/wait_s"] / waited
             assert idle == pytest.approx(metrics["perf/engine_idle_frac"], abs=0.05)
-    # the second step is told of the first one's commit
+    # the second step reports the first commit's time
     assert rows["stage-1"][1]["time/commit_s"] > 0
 
 

@@ -1,6 +1,4 @@
-"""What the recipes without online sampling learn from, one step of each by hand, and a stage
-that is killed on the way.
-"""
+"""Data of the recipes without online sampling, one step of each by hand, and a killed stage."""
 
 import signal
 import sys
@@ -80,7 +78,7 @@ def test_a_pair_is_a_higher_reward_before_a_lower_one_of_the_same_item():
     graded = [episode(4, sample, reward) for sample, reward in enumerate([0.5, 0.9, 0.5])]
     interleaved = [solved[0], mixed[0], graded[0], *mixed[1:], *failed, *solved[1:], *graded[1:]]
     pairs = preference_pairs(interleaved, per_item=9, seed=0, step=1)
-    # item by item as they were met; nothing of items 2 and 3, whose rewards are equal
+    # grouped by item in order; items 2 and 3 have equal rewards and give no pair
     won = [((1, 0), (1, 1)), ((1, 0), (1, 3)), ((1, 2), (1, 1)), ((1, 2), (1, 3))]
     assert names(pairs) == [*won, ((4, 1), (4, 0)), ((4, 1), (4, 2))]
 
@@ -159,7 +157,7 @@ PAIRS = [
 
 @pytest.fixture
 def learner_and_pairs(make_model):
-    """A learner, pairs, and what another policy thinks of their actions."""
+    """Return a function that makes (learner, pairs with another policy's log-probabilities)."""
 
     def make(**settings):
         learner = LocalLearner(
@@ -233,7 +231,7 @@ def test_micro_batches_keep_pairs_together_and_change_no_gradient(learner_and_pa
 
 def test_a_preference_step_widens_the_margin(learner_and_pairs):
     learner, batch = learner_and_pairs()
-    # the reference is the policy itself: the margin begins at 0
+    # the reference is the policy itself: the margin starts at 0
     batch = replace(batch, logprobs=learner.score(batch))
     first = learner.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=1)
     second = learner.dpo_step(batch, batch.logprobs, beta=0.3, label_smoothing=0.0, step=2)
@@ -279,8 +277,8 @@ def test_a_stage_that_would_meet_an_item_twice_is_bad_input(tmp_path, tiny_param
 
 @pytest.fixture
 def begin(copy_run, tmp_path, tiny_params, tiny_endpoint):
-    """begin(name) -> params of a deterministic run that is done up to its first stage, whose
-    every optimizer step commits.
+    """Return a function of a name: params of a deterministic run, finished up to its first stage.
+    Each of its optimizer steps commits.
     """
 
     def make(name, recipe="dpo"):
@@ -311,7 +309,7 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     assert str(run_step("stage-1", untouched)) == "ran"
     script = params.parent / "driver.py"
     script.write_text(DRIVER)
-    # the second part of the exploration; the weights are written, their manifest is not
+    # in the second part of the exploration; after the weights and before their manifest
     for fatal in (1, 3):
         command = [sys.executable, str(script), str(params), str(fatal)]
         done = completed(*command, timeout=300)
@@ -321,7 +319,7 @@ def test_a_killed_preference_stage_ends_where_an_untouched_one_does(begin):
     ours, theirs = history(untouched), history(cfg)
     assert [commit.digest for commit in ours] == [commit.digest for commit in theirs]
     assert WEIGHTS in ours[-1].blobs
-    assert OPTIMIZER not in ours[-1].blobs  # no stage goes on with a finished one's
+    assert OPTIMIZER not in ours[-1].blobs  # no stage resumes a finished one
     assert ours[-1].blobs[WEIGHTS] == theirs[-1].blobs[WEIGHTS] != ours[-2].blobs[WEIGHTS]
     assert [len(commit.state["consumed"]) for commit in theirs] == [6, 2, 0, 0]
     logs = [
@@ -360,7 +358,7 @@ def test_a_forged_reward_of_an_explored_episode_is_found(begin):
         for check in audit(cfg, num_episodes=999).checks
         if not check.ok
     }
-    # later commits name the one that was there
+    # later commits name the original one
     assert said.keys() == {"replay", "numbers", "records"}
     where = f"stage-1 commit 0 {failed.item.item_id} sample {failed.sample}"
     assert f"{where} turn {len(turns)}: (observation, reward)" in said["replay"]
@@ -368,7 +366,7 @@ def test_a_forged_reward_of_an_explored_episode_is_found(begin):
 
 
 class Context:
-    """As much of a step's context as is needed to read what went before."""
+    """The part of a step's context that reads earlier results."""
 
     def __init__(self, cfg):
         self.cfg, self.store = cfg, open_store(cfg)
@@ -383,7 +381,7 @@ def test_only_self_training_begins_anew_in_every_stage_and_only_imitation_keeps_
     begin, content
 ):
     params = begin("learners")
-    # as the run that trained stage-1
+    # with the settings that trained stage-1
     context = Context(load_config(params, ["algorithm.recipe=grpo", "validation.every=2"]))
     warm, trained = context.parents["warm-start"], context.parents["stage-1"]
     wanted = {"dpo": trained, "sft": trained, "agent_evol": warm}

@@ -1,4 +1,4 @@
-"""Where ranks listen for each other."""
+"""Network addresses on which ranks listen."""
 
 import psutil
 

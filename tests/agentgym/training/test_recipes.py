@@ -1,6 +1,4 @@
-"""Every recipe through a whole tiny run: it trains, resumes where it stopped, and the audit
-believes it.
-"""
+"""Every recipe in a whole tiny run: it trains, resumes, and passes the audit."""
 
 import shutil
 
@@ -28,7 +26,7 @@ ALGORITHM = {"critic_warmup_steps": 1}
 
 @pytest.fixture
 def begin(started, tmp_path, tiny_params, tiny_endpoint):
-    """begin(**changes) -> the configuration of a run that goes on from `started`."""
+    """Return a function of changes: configuration of a run that continues from `started`."""
 
     def make(**changes):
         folder = tmp_path / "run"
@@ -46,7 +44,7 @@ def points(cfg, name):
     return [point for commit in logged for point in decode_points(store.read(commit, METRICS))]
 
 
-# by loop and audit like grpo: make slow
+# same loop and audit as grpo, so only in slow tests
 ALIKE = ("dr_grpo", "rloo", "reinforce++-baseline")
 
 
@@ -71,7 +69,7 @@ def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
     norm = f"{learned}/grad_norm"
     assert any(row.get(norm, 0.0) > 0 for row in metrics)
     if isinstance(cfg.algorithm, ActorCriticConfig):
-        assert "actor/loss" not in metrics[0]  # the critic warms up alone
+        assert "actor/loss" not in metrics[0]  # only the critic trains during warm-up
         assert all(row["critic/grad_norm"] > 0 for row in metrics[:1])
 
 
@@ -119,7 +117,7 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
         run_step(name, cfg)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
-    if "horizon" in changes:  # a gain of 1 is out of reach: two steps at each level
+    if "horizon" in changes:  # a gain of 1 is impossible: two steps at each level
         assert [point.metrics["rollout/max_turns"] for point in points(cfg, "stage-1")] == [
             5,
             5,
@@ -132,10 +130,10 @@ def test_options_of_training_pass_the_audit_too(begin, changes):
             for name in ("stage-1", "stage-2")
             for point in points(cfg, name)
         ]
-        assert rows[0] == pytest.approx(0, abs=1e-6)  # the reference is where training started,
+        assert rows[0] == pytest.approx(0, abs=1e-6)  # the reference is the start of training,
         assert rows[-1] > 1e-6  # also in the second stage
     if cfg.rollout.max_staleness:
-        # a stage begins with fresh weights, everything after is one update behind
+        # a stage begins with current weights; all later steps are one update behind
         assert [point.metrics["sync/staleness_max"] for point in points(cfg, "stage-1")] == [0, 1]
 
 
@@ -148,7 +146,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(
         "horizon.stage_steps=[2,1]",
         "validation.every=0",
     ]
-    # the observations take more than they say
+    # observations exceed these limits
     narrow = ["model.context_tokens=104", "rollout.observation_tokens=7"]
     params = tiny_params(
         tmp_path,
@@ -166,7 +164,7 @@ def test_bootstrapped_episodes_cut_by_the_context_pass_the_audit(
         for e in decode_trajectories(store.read(commit, TRAJECTORIES))
     ]
     cut = [e for e in episodes if e.status is Status.MAX_TOKENS and e.item.split == "train"]
-    # the last observation fits in some, not in others
+    # the last observation fits in some episodes only
     assert {e.action_mask[-1] for e in cut} == {True, False}
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
@@ -180,7 +178,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
     checkpoint = load_checkpoint(open_store(warm), finished(warm, open_store(warm))["warm-start"])
     checkpoint.model.bfloat16().save_pretrained(tmp_path / "model")
     checkpoint.tokenizer.save_pretrained(tmp_path / "model")
-    # two forwards in bfloat16 differ by their shapes: the engine decodes token by token
+    # bfloat16 forwards differ with their shapes: the engine decodes token by token
     changes = [
         "deterministic=true",
         *AS_TINY,

@@ -1,6 +1,4 @@
-"""Rollouts ahead of the updates: no older than may be, the same curriculum, and after a kill every
-item once.
-"""
+"""Rollouts ahead of updates: bounded staleness, same curriculum, each item once after a kill."""
 
 import json
 import threading
@@ -41,8 +39,8 @@ def played(item, step, sample=0, versions=(0,), success=True, max_turns=6):
 
 
 class ScriptedEngine:
-    """Whose episodes succeed by optimizer step, and of two samples of an item at most one, where
-    it teaches.
+    """Engine whose success depends on the step.
+    `teaches`: items of which some samples succeed at a step; all samples of others fail.
     """
 
     def __init__(self, success, teaches=lambda item, step: True):
@@ -86,7 +84,7 @@ def adaptive(max_staleness, *more):
 
 
 def run(cfg, engine, state, first, last):
-    """States of optimizer steps first .. last that go on from a committed state."""
+    """Return the states of optimizer steps first .. last, from a committed state on."""
     stream = ItemStream(ITEMS, seed=0, position=state.get("stream_position", 0))
     states = []
     with Ahead(cfg.rollout.max_staleness) as ahead:
@@ -148,7 +146,7 @@ def test_what_waits_is_told_with_its_step_items_and_versions():
     cfg = adaptive(2)
     waiting = [
         Rollouts(7, items=ITEMS[:2], trajectories=[played(ITEMS[0], 7, versions=(4, 5, 5))]),
-        Rollouts(8, items=ITEMS[2:3]),  # under way
+        Rollouts(8, items=ITEMS[2:3]),  # in progress
     ]
     told = state_after(cfg, Rollouts(6, max_turns=9, items=ITEMS[4:5], position=31), waiting)
     assert told["ahead"] == [
@@ -165,7 +163,7 @@ def test_a_turn_of_older_weights_than_may_be_is_an_error_that_names_the_episode(
         played(ITEMS[6], 7, 2, ()),  # the environment failed before its first turn
     ]
     rollouts = Rollouts(7, trajectories=episodes)
-    assert rollouts.staleness(most=4) == 4  # six updates before the seventh, the second's weights
+    assert rollouts.staleness(most=4) == 4  # the second has weights 2; step 7 comes after update 6
     assert Rollouts(7, trajectories=episodes[2:]).staleness(most=0) == 0
     with pytest.raises(
         RuntimeError,
@@ -178,7 +176,7 @@ def test_a_turn_of_older_weights_than_may_be_is_an_error_that_names_the_episode(
 
 
 STEPS = 7
-NARROW = 1e-6  # nats per token: what float32 keeps, and no update does
+NARROW = 1e-6  # nats per token: above float32 rounding, below any update
 FAR = {
     "rollout": {
         "items_per_step": 4,
@@ -193,8 +191,8 @@ FAR = {
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory, tiny_params, tiny_endpoint):
-    """A run four updates ahead that is interrupted in its third update, goes on, and is
-    interrupted in its sixth: each update ends once all that may be ahead of it is there.
+    """A run four updates ahead, interrupted in its third and in its sixth update, and resumed.
+    Each update waits until all batches that may be ahead are complete.
     """
     folder = tmp_path_factory.mktemp("far")
     cfg = load_config(tiny_params(folder, endpoint=tiny_endpoint, **FAR))
@@ -254,7 +252,7 @@ def test_a_killed_run_far_ahead_learns_from_each_item_once_and_passes_its_audit(
 def test_batches_are_as_old_as_may_be_and_begin_anew_with_a_resume(far):
     _, store, commits = far
     metrics = [decode_points(store.read(commit, METRICS))[0].metrics for commit in commits]
-    # resumed at the third step and at the sixth: what had been generated ahead is gone
+    # resumed at steps 3 and 6, where batches ahead are generated again
     assert [row["sync/staleness_max"] for row in metrics] == [0, 1, 0, 1, 2, 0, 1]
     for commit, row in zip(commits, metrics, strict=True):
         episodes = decode_trajectories(store.read(commit, TRAJECTORIES))
@@ -273,7 +271,7 @@ def test_the_manifest_names_what_was_generated_ahead_and_a_resume_takes_the_same
         step, ahead = commit.state["global_step"], commit.state["ahead"]
         told = [each["global_step"] for each in ahead]
         assert told[: STEPS - step] == list(range(step + 1, step + 1 + len(told)))
-        # those that were there when the update ended, and perhaps one more that was just begun
+        # batches ahead when the update ended, and perhaps one that was just started
         assert min(4, STEPS - step) <= len(told) <= min(5, STEPS - step)
         for each in ahead[:4]:
             assert each["items"] == later[each["global_step"]]
@@ -286,7 +284,7 @@ def test_the_audit_finds_rollouts_ahead_that_do_not_follow_from_the_stream(far, 
     commit, (first, second, *_) = commits[1], commits[1].state["ahead"]
     assert expected_ahead(cfg, commit, stream_after(cfg, commit), 5) == commit.state["ahead"]
     for ahead in (
-        [{**first, "versions": [*first["versions"], 99]}],  # of weights that come later
+        [{**first, "versions": [*first["versions"], 99]}],  # later weights
         [{**first, "items": second["items"]}],
         [second, first],
     ):

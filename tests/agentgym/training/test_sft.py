@@ -1,4 +1,4 @@
-"""Demonstrations are what the policy would have sampled, and come round in seeded order."""
+"""Demonstrations are encoded as the policy would sample them, and used in seeded order."""
 
 import asyncio
 from dataclasses import replace
@@ -27,7 +27,7 @@ SETTINGS = EpisodeSettings(
 
 
 def played(lines, replies, settings=SETTINGS, sample=0):
-    """A conversation without tokens, and the actions that the environment saw."""
+    """Return a conversation without tokens, and the actions that the environment received."""
     session = Session(replies)
     episode = Episode(Item("babyai", 4), sample, settings, session.observation)
     status = asyncio.run(run_episode(ScriptedPlayer(lines), session, episode))

@@ -1,4 +1,4 @@
-"""Stores with episodes written by hand, and viewers of them."""
+"""Stores with hand-written episodes, and viewers of them."""
 
 import pytest
 
@@ -15,7 +15,7 @@ HOSTILE = f"{SCRIPT}{ESCAPE}{BIDI}\u200bhidden\ud800 <img src=x onerror=alert(2)
 
 
 def episode(task=0, sample=0, *, actions=("turn left", "move forward"), **changes):
-    """Of two turns with two tokens each, after three that were read: 3 + 2 + 1 + 2."""
+    """Return an episode of two turns: 3 tokens read, 2 sampled, 1 read, 2 sampled."""
     turns = tuple(
         Turn(action, f"see: {action} done", 0.0, 3 * n + 3, 3 * n + 5, 4, info={"family": "go"})
         for n, action in enumerate(actions)
@@ -60,14 +60,14 @@ TRAINING = {
 
 
 class Made:
-    """A store in a folder, or on S3; `add` commits episodes to a step of it."""
+    """Store in a folder or on S3; `add` commits episodes to one of its steps."""
 
     def __init__(self, folder, uri=""):
         self.folder, self.uri = folder, uri
         self.store = StorePlace(uri or str(folder / "store"), lease_ttl_s=30.0).open()
 
     def add(self, episodes, *, step="stage-1", key="a", config=TRAINING, records=None, **told):
-        """Result: the commit's manifest."""
+        """Commit episodes to a step. Return the manifest."""
         data = {TRAJECTORIES: encode_trajectories(episodes)} if episodes else {}
         with self.store.open(step, key * 64) as writer:
             fields = {
@@ -93,7 +93,7 @@ def made(tmp_path):
 
 @pytest.fixture
 def view(made):
-    """view(*overrides) -> a Viewer that has looked at the store once; all are closed."""
+    """Return a function of overrides that opens a refreshed Viewer; the fixture closes all."""
     opened = []
 
     def open_viewer(*overrides):

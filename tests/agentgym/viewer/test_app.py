@@ -27,7 +27,7 @@ def client(view):
 
 
 class Reader(html.parser.HTMLParser):
-    """Tags, and attributes that could act."""
+    """Collects tags, and attributes that run code or set styles."""
 
     def __init__(self, text):
         super().__init__()
@@ -45,12 +45,12 @@ class Reader(html.parser.HTMLParser):
 
 
 def check(answer, status=200):
-    """The page of an answer, which holds nothing that acts."""
+    """Return a response's page after checking that it contains no active content."""
     assert answer.status_code == status, answer.text[:500]
     page = Reader(answer.text)
     assert page.acting == []
     assert not {"iframe", "object", "embed", "base"} & page.tags
-    assert answer.text.count("<script") == 1  # our own
+    assert answer.text.count("<script") == 1  # the page's own script
     assert not set("\x1b\x07\u202e\u2066\u200b") & set(answer.text)
     return page
 
@@ -100,7 +100,7 @@ def test_hostile_text_is_text_on_every_page(made, view):
     ):
         check(client.get(path))
     text = check(client.get(FIRST)).text
-    assert SCRIPT in text  # as text
+    assert SCRIPT in text  # escaped as text
     assert "\\x1b[31mred" in text
     assert "user\\u202egnp.exe\\u2066\\u200bhidden" in text
     for path in (
@@ -139,7 +139,7 @@ def test_an_episode_shows_what_is_recorded_of_it(made, view):
     assert client.get(f"{FIRST}?overlay=learner").text.count('class="t own s1"') == 3
     other = check(client.get(f"/e/{FOLDER}.0.t1?overlay=ratio")).text
     assert "Not in the loss: cut short" in other
-    assert "ratio" not in other.split("tokens:")[1].split("draw")[0]  # it is not on record
+    assert "ratio" not in other.split("tokens:")[1].split("draw")[0]  # not recorded
 
 
 def test_a_list_leads_to_episodes_that_know_their_neighbours(made, view):
@@ -233,7 +233,7 @@ def test_decisions_lead_to_the_episodes_that_made_them(made, view):
 
 
 def test_two_evaluations_of_runs_are_compared_by_what_their_plans_ask(made, view):
-    """The settings of their steps differ in what no episode depends on."""
+    """Ignore settings of their steps on which no episode depends."""
     for key, steps, num_items in (("a", 10, 2), ("b", 20, 2), ("c", 20, 4)):
         plan = {"about": {}, "identity": {"num_items": num_items}, "slots": []}
         config = {"env": TRAINING["env"], "evaluation": {"steps": steps}}
@@ -253,13 +253,13 @@ def test_left_out_episodes_are_counted_and_never_a_failure(made, view):
     made.add([episode(0), failed(1, status=Status.ENV_ERROR, reward=None, error="it broke")])
     client = TestClient(make_app(view()))
     page = client.get("/").text
-    assert "100.0 %" not in page  # of training nobody says how good the run is
+    assert "100.0 %" not in page  # training episodes give no success rate of the run
     found = check(client.get("/episodes?status=env_error"))
     assert "no outcome" in found.text
 
 
 def test_the_success_of_a_run_is_that_of_its_final_evaluation_with_its_coverage(made, view):
-    """Not of all episodes of all its steps."""
+    """Show the final evaluation only, not all episodes of all steps."""
     evaluated = {"env": TRAINING["env"], "evaluation": {"num_items": 2}}
     parents = {"stage-1": made.add([episode(0), episode(1)], done=True).digest}
     for step, share, at in (("evaluate-initialize", 0.125, 0), ("evaluate-stage-1", 0.75, 5)):

@@ -1,5 +1,5 @@
-"""Pages in Chromium: scripts, keys, forms, both schemes, a phone's width, and what axe-core says.
-One server and one browser for the file; `make measure NAME=viewer_pages` does more, on real runs.
+"""Pages in Chromium: scripts, keys, forms, both color schemes, a phone's width, and axe-core.
+One server and one browser per file; `make measure NAME=viewer_pages` does more, on real runs.
 """
 
 from pathlib import Path
@@ -21,13 +21,13 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def walks():
-    """The benchmark that walks through every page."""
+    """The benchmark module that visits every page."""
     return benchmark("viewer_pages")
 
 
 @pytest.fixture(scope="module")
 def served(walks, serving, gold, tmp_path_factory):
-    """(viewer, base) of a store with what an expert played, and text that means no good."""
+    """(viewer, base URL) of a store with expert episodes and hostile text."""
     made = Made(tmp_path_factory.mktemp("browser"))
     tokens = {
         "input_ids": tuple(range(3, 83)),
@@ -70,7 +70,7 @@ def browser(chromium):
 
 @pytest.fixture
 def walk(walks, served, browser):
-    """walk(variant) -> a Walk of the benchmark's, whose page met no error."""
+    """Return a function of a variant: a Walk of the benchmark, which checks for page errors."""
     opened = []
 
     def begin(variant="desktop-light"):
@@ -149,7 +149,7 @@ def test_keys_lists_forms_and_a_game_work(walk, walks):
 
 def test_a_page_says_that_there_is_news_and_one_that_follows_loads_it(walk, served, monkeypatch):
     viewer, _, made = served
-    monkeypatch.setattr(viewer, "why_stopped", lambda run: None)  # somebody is at work on it
+    monkeypatch.setattr(viewer, "why_stopped", lambda run: None)  # shows the run as running
     own, following = walk(), walk()
     own.go("/episodes?env=babyai")
     following.go(f"/training?run=stage-2-{'e' * 12}")
@@ -169,7 +169,7 @@ def test_a_bundle_opens_from_a_file(walk, served, tmp_path):
     write_bundle(viewer, Query(item="babyai_3"), tmp_path)
     own = walk()
     own.page.goto((tmp_path / "index.html").as_uri())
-    assert own.page.evaluate("getComputedStyle(document.body).margin") == "0px"  # it has its style
+    assert own.page.evaluate("getComputedStyle(document.body).margin") == "0px"  # styles apply
     own.page.locator("a.open").first.click()
     own.page.wait_for_selector(".turn")
     own.page.get_by_role("link", name="agentgym").first.click()

@@ -1,4 +1,4 @@
-"""Episodes to take away."""
+"""Downloads of episodes."""
 
 import io
 import json

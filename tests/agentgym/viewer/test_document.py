@@ -1,4 +1,4 @@
-"""What docs/viewer.md says was measured."""
+"""Numbers in docs/viewer.md match the measurements."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What environments drew, as a page shows it."""
+"""Drawings of environments, as pages show them."""
 
 import json
 import struct

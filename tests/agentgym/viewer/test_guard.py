@@ -1,4 +1,4 @@
-"""Who may ask for pages."""
+"""Access control for pages."""
 
 import pytest
 from fastapi import FastAPI

@@ -1,4 +1,4 @@
-"""The file of the index, and what it keeps of an episode."""
+"""The index file, and the fields it keeps of an episode."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Episodes played on pages, on real servers."""
+"""Episodes played on pages, with real servers."""
 
 import re
 
@@ -99,7 +99,7 @@ def test_a_form_with_many_fields_is_refused_and_no_fault(client):
 
 @pytest.fixture
 def bystander():
-    """A service of this machine that nobody configured: (its address, the requests it got)."""
+    """An unconfigured service of this machine: (address, requests it received)."""
     asked = []
 
     class Bystander(Handler):

@@ -1,4 +1,4 @@
-"""A store on S3 is shown as one in a folder is, and only read."""
+"""A store on S3 is shown like one in a folder, and is only read."""
 
 import json
 
@@ -24,7 +24,7 @@ def made(tmp_path, s3_uri):
 
 
 def objects(uri):
-    """key -> ETag of all that lies there."""
+    """Return {key: ETag} of all objects."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     told = boto3.client("s3").list_objects_v2(Bucket=bucket, Prefix=prefix)
     return {each["Key"]: each["ETag"] for each in told["Contents"]}
@@ -46,10 +46,10 @@ def test_lists_episodes_and_tokens_are_shown_and_nothing_is_written(made, view, 
     )
     page = client.get(f"{FIRST}?overlay=ratio").text
     assert "see: move forward done" in page
-    assert ">word-16</span>" in page  # the second action's first, after what was read
+    assert ">word-16</span>" in page  # the first token of the second action
     assert client.get(f"{FIRST}/text/2/observation").text == "see: move forward done"
     assert client.get(f"{FIRST}/group").status_code == 200
-    assert sorted(names) == [TOKENIZER, "trajectories.jsonl.gz"]  # once each
+    assert sorted(names) == [TOKENIZER, "trajectories.jsonl.gz"]  # each is read once
     assert objects(made.uri) == before
     made.add([episode(2)])
     found = viewer.refresh()
@@ -64,7 +64,7 @@ def test_a_store_that_does_not_answer_is_said(made, view, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     viewer = Viewer.open(made.cfg())
     client = TestClient(make_app(viewer))
-    assert "babyai_0" in client.get("/episodes").text  # of the index
+    assert "babyai_0" in client.get("/episodes").text  # from the index
     answer = client.get(FIRST)
     assert answer.status_code == 503
     assert "The store cannot be read now" in answer.text

@@ -1,4 +1,4 @@
-"""What a list of episodes shows, by its address."""
+"""Lists of episodes, by the query in their address."""
 
 from dataclasses import replace
 from urllib.parse import parse_qsl
@@ -54,8 +54,8 @@ def test_facets_are_counted_among_what_the_others_leave(lists):
     assert items(page) == ["babyai_2#1", "babyai_1#1"]
     assert page.total == 2
     facets = {name: {v.name: v.count for v in own} for name, own in page.facets.items()}
-    assert facets["env"] == {"babyai": 2}  # no episode of textcraft failed
-    assert facets["success"] == {"yes": 2, "no": 2}  # of babyai
+    assert facets["env"] == {"babyai": 2}  # no textcraft episode failed
+    assert facets["success"] == {"yes": 2, "no": 2}  # babyai episodes only
     assert facets["status"] == {"max_turns": 2}
     assert facets["stage"] == {"stage-1": 2}
     assert facets["run"] == {f"stage-1-{'a' * 12}": 2}

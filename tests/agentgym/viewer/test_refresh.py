@@ -1,4 +1,4 @@
-"""The index follows the store: what was committed, what is gone, what is damaged."""
+"""The index follows the store: new commits, deleted ones and damaged ones."""
 
 import sqlite3
 
@@ -62,7 +62,7 @@ def test_a_step_that_goes_on_otherwise_is_read_anew(made, view):
     found = viewer.refresh()
     assert (found.dropped, found.episodes) == (2, 3)
     assert items(viewer) == ["babyai_0", "babyai_2", "babyai_3"]
-    assert viewer.lists.page(Query(words="red")).total == 3  # no word of what is gone
+    assert viewer.lists.page(Query(words="red")).total == 3  # deleted text is not found
 
 
 def test_collected_and_vanished_steps_are_told(made, view):
@@ -172,7 +172,7 @@ def test_an_index_that_was_not_closed_is_looked_through_and_damage_in_it_found(m
     killed.refresh()
     path = killed.index.path
     killed.index._connect("rw").execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    killed.index._lock.close()  # as where its process ends
+    killed.index._lock.close()  # as when its process ends
     data = bytearray(path.read_bytes())
     for page in range(8, len(data) // 4096, 3):
         data[page * 4096 : page * 4096 + 512] = b"\xff" * 512

@@ -1,4 +1,4 @@
-"""Episodes played again on real servers."""
+"""Episodes replayed on real servers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.agentgym.viewer.conftest import TRAINING, episode
 
 
 def played(gold, env, task, **changes):
-    """An expert's episode, as it would be on record."""
+    """Return an expert's episode, as it would be recorded."""
     first, turns = gold(env, task)
     told = tuple(Turn(action, own.observation, own.reward, info=own.info) for action, own in turns)
     fields = {
@@ -35,7 +35,7 @@ def endpoints(serving):
 
 @pytest.fixture
 def replays(made, view, endpoints):
-    """replays(env, episodes) -> (viewer, [Found])"""
+    """Return a function of (env, episodes): (viewer, [Found])."""
 
     def open_viewer(env, episodes):
         config = {**TRAINING, "env": {"name": env, "options": {}, "dialect": "native"}}
@@ -56,7 +56,7 @@ def test_babyai_is_drawn_at_every_turn_and_agrees(replays, gold):
     drawings = [drawing_of(shot) for shot in told.shots]
     assert [each.kind for each in drawings] == ["grid"] * (turns + 1)
     assert len({each.agent for each in drawings}) > 1
-    assert viewer.replays.find(found) == told  # is kept
+    assert viewer.replays.find(found) == told  # the result is kept
     assert viewer.replays.now(found) == told
 
 

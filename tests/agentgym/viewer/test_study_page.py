@@ -1,4 +1,4 @@
-"""Episodes beside each other."""
+"""Pages that compare episodes."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def test_a_group_says_where_its_samples_part_and_whether_it_teaches(made, view):
     assert [each.found.row["sample"] for each in told.columns] == [0, 1, 2]
     assert len(group("babyai_1").columns) == 1
     assert not group("babyai_1").same_outcome
-    assert not group("babyai_2").same_outcome  # one outcome is no variance
+    assert not group("babyai_2").same_outcome  # a single outcome has no variance
 
 
 def test_an_item_is_followed_through_steps_and_policies(made, view):
@@ -63,7 +63,7 @@ def test_two_results_show_their_flipped_items_and_what_they_decide(made, view):
     test = [Item("babyai", n, "test") for n in range(12)]
 
     def play(won):
-        # a slot whose environment failed is in neither count
+        # neither count includes a slot whose environment failed
         broken = episode(99, item=Item("babyai", 99, "test"), step=0, reward=None, success=False)
         own = [(episode if n in won else failed)(n, item=test[n], step=0) for n in range(12)]
         return [*own, broken]

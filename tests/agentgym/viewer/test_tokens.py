@@ -1,4 +1,4 @@
-"""Recorded tokens, as a page colors them."""
+"""Recorded tokens, as pages color them."""
 
 from agentgym.types import Learned
 from agentgym.viewer.tokens import TokenView, available, numbers_of, spans, why_not_kept
@@ -59,6 +59,6 @@ def test_shades_grow_with_surprise_and_fit_the_episode():
     assert shades("advantage", learned=half) == ["p8", "n4", "", "p8"]
     assert shades("learner", learned=half) == ["s2"] * 4
     assert shades("entropy", learned=KEPT) == ["s3", "", "s3", "s1"]
-    assert shades("entropy", learned=half) == [""] * 4  # an older record has none
+    assert shades("entropy", learned=half) == [""] * 4  # older records have none
     assert shades("version") == ["v0"] * 4
     assert shades("mask") == ["m"] * 4

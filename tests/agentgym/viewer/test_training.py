@@ -32,7 +32,7 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     told = training_of(viewer.index.reader, steps)
     assert told.items["learned"] == ["babyai_0"]
     assert told.items["never solved"] == ["babyai_1"]
-    assert told.items["played once"] == ["babyai_2"]  # what failed for good does not count
+    assert told.items["played once"] == ["babyai_2"]  # failed episodes do not count
     assert told.episodes == 5
     families, items = told.maps
     assert list(families.rows) == ["go"]
@@ -46,7 +46,7 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     assert tables["how episodes end"]["timeout"] == [("1", "0 %"), ("2", "33.3 %")]
     assert tables["turns, and the horizon"]["horizon"] == [("1", "4"), ("2", "4")]
     assert tables["turns, and the horizon"]["turns"] == [("1", "2"), ("2", "1.667")]
-    # step 2 was played by weights 4 in these records: 2 - 1 - 4 updates behind
+    # in these records weights 4 played step 2: 2 - 1 - 4 updates behind
     assert tables["staleness: updates behind"]["oldest weights"] == [("1", "-4"), ("2", "-3")]
 
 

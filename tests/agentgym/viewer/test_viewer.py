@@ -1,4 +1,4 @@
-"""Whether somebody is at work on a run, as pages show it."""
+"""The state of a run on pages: running or stopped."""
 
 import pytest
 from fastapi.testclient import TestClient
@@ -36,7 +36,7 @@ def test_a_run_whose_next_step_has_begun_and_committed_nothing_is_under_way(made
     assert "stopped" in page(viewer)
     with made.store.open("stage-2", "c" * 64, [first.digest]):
         assert "under way" in page(viewer)
-    with made.store.open("stage-2", "d" * 64, ["e" * 64]):  # of another run
+    with made.store.open("stage-2", "d" * 64, ["e" * 64]):  # another run's
         assert "under way" not in page(viewer)
 
 

@@ -1,4 +1,4 @@
-"""Where servers are: the ready ones alone, each once, as the client can reach them."""
+"""Server addresses: the ready servers only, each once, reachable from the client."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_servers_that_are_ready_are_told_once():
         [
             slice_of(endpoint("10.0.0.2", "b", ready=True), endpoint("10.0.0.1", "a")),
             slice_of(
-                endpoint("10.0.0.2", "b", ready=True),  # in two slices
+                endpoint("10.0.0.2", "b", ready=True),  # listed in two slices
                 endpoint("10.0.0.3", "c", ready=False),
                 endpoint("10.0.0.4", "d", ready=True, terminating=True),
                 endpoint("fd00::1", "e", ready=None),

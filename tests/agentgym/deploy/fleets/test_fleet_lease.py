@@ -1,4 +1,4 @@
-"""Whose servers these are, and whether that run lives: leases on a real API server."""
+"""Leases on a real API server: they show which run holds servers and whether that run is alive."""
 
 import json
 import secrets
@@ -19,7 +19,7 @@ from agentgym.deploy.fleets.fleet_lease import (
 from agentgym.deploy.kube.client import LEASE
 from agentgym.store.lease import Holder, LeaseHeld
 
-DEAD = replace(Holder.me(0), pid=2**22 + 1, started="1")  # no process has that number
+DEAD = replace(Holder.me(0), pid=2**22 + 1, started="1")  # above the highest pid
 FAR = replace(Holder.me(0), host="elsewhere", space="another boot")
 NOW = 1_800_000_000.0
 
@@ -38,7 +38,7 @@ def test_a_holder_in_sight_lives_by_its_process_another_by_its_renewals():
     assert group(FAR, NOW - 59.0).is_alive(NOW)
     assert not group(FAR, NOW - 61.0).is_alive(NOW)
     assert group(None, NOW - 59.0, kept=True).is_alive(NOW)
-    assert not group(FAR, NOW + 3600.0).is_alive(NOW)  # a clock that is wrong says nothing
+    assert not group(FAR, NOW + 3600.0).is_alive(NOW)  # a wrong clock proves nothing
 
 
 def test_a_lease_that_says_nonsense_is_of_nobody():
@@ -87,7 +87,7 @@ def test_a_group_that_is_held_is_left_alone_and_one_of_the_dead_is_taken_over(ad
         acquire(admin, run, ttl_s=60.0)
     held_by(admin, run, FAR, ago(120))
     again = acquire(admin, run, ttl_s=60.0)
-    assert (again.uid, again.run) == (first.uid, run)  # its servers go on, under a new holder
+    assert (again.uid, again.run) == (first.uid, run)  # the servers are kept, with a new holder
     held_by(admin, run, DEAD, ago(0))
     assert acquire(admin, run, ttl_s=60.0).uid == first.uid
 

@@ -1,5 +1,5 @@
-"""What a cluster lacks is told before anything is sent, a line for each thing; what pods ask for is
-added up as a quota counts it.
+"""Tests for the preflight check: it lists all that a cluster lacks before it creates anything.
+The resources that pods request are summed up as a quota counts them.
 """
 
 import copy
@@ -50,7 +50,7 @@ def test_a_node_that_is_drained_takes_nothing_and_what_is_asked_for_is_told():
 
 
 class Cluster:
-    """What is listed of it, by kind."""
+    """Objects of a cluster, listed by kind."""
 
     namespace = "n"
 

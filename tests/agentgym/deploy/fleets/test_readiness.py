@@ -1,4 +1,4 @@
-"""Why a pod is not ready, from what a cluster says of it."""
+"""Tests for explaining from the cluster's objects why a pod is not ready."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Servers of a run on a real API server: sent, waited for, explained, taken down.
+"""Servers of a run on a real API server: created, awaited, explained, deleted.
 
-Its nodes are hollow: pods get ready there without a container, and their addresses lead nowhere.
+The nodes are hollow: pods become ready without a container, and their addresses reach no server.
 """
 
 import copy
@@ -31,7 +31,7 @@ QUICK = {"timeout_s": 60.0, "most": 8}
 
 @pytest.fixture(scope="module")
 def planned(admin):
-    """planned(run, replicas) -> the objects of a fleet of TextCraft."""
+    """Return a function of (run, replicas) that plans the objects of a TextCraft fleet."""
     once = rendered_fleet(admin.overlay, Fleet("textcraft", "run", 1), namespace=admin.namespace)
 
     def make(run, replicas=1):
@@ -60,7 +60,7 @@ def _mappings(tree):
 
 @pytest.fixture
 def run(admin):
-    """The name of a run, of which nothing is left behind."""
+    """The name of a run whose objects are deleted after the test."""
     name = f"r{secrets.token_hex(6)}"
     yield name
     if remaining(admin, name):
@@ -105,7 +105,7 @@ def test_a_fleet_comes_up_changes_its_size_and_goes_without_a_trace(admin, run, 
     kinds = [*kinds_of(admin), POD, Kind("apps/v1", "ReplicaSet"), Kind("v1", "Endpoints")]
     left = {kind.kind: admin.list(kind, labels={"agentgym.io/run": run}).items for kind in kinds}
     assert left == {kind.kind: [] for kind in kinds}
-    take_down(admin, run, timeout_s=60.0)  # what is gone may be taken down again
+    take_down(admin, run, timeout_s=60.0)  # idempotent
 
 
 def test_one_delete_of_the_lease_takes_everything_away(admin, run, group, planned):
@@ -160,7 +160,7 @@ def test_a_quota_that_is_used_up_is_told(admin, run, group, planned):
 
 @pytest.fixture
 def silent_node(admin):
-    """A node without a kubelet: what its pods' status says is what the test writes."""
+    """A node without a kubelet: the test writes the status of its pods."""
     name = f"silent-{secrets.token_hex(4)}"
     admin.create(
         {
@@ -188,7 +188,7 @@ def silent_node(admin):
 
 
 def on_node(admin, run, group, objects, node):
-    """The pod, once it is bound."""
+    """Return the pod once it is bound to the node."""
     spec = template(objects)["spec"]
     spec["nodeSelector"] = {"silent": node}
     spec["tolerations"] = [{"operator": "Exists"}]

@@ -1,4 +1,4 @@
-"""Each fleet asks for a token of its own, which is found again without reading a Secret."""
+"""Each fleet has its own token, which is derived again without reading a Secret."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a run's own thread does on a real API server: it renews, and tells where servers are."""
+"""Tests for a run's upkeep thread on a real API server: it renews leases and lists addresses."""
 
 import secrets
 import time
@@ -18,7 +18,7 @@ SLICE = Kind("discovery.k8s.io/v1beta1", "EndpointSlice")
 
 @pytest.fixture
 def run(admin):
-    """A run with a headless Service that selects nothing: a test says what is behind it."""
+    """A run with a headless Service without selector: tests write its addresses."""
     name = f"r{secrets.token_hex(6)}"
     labels = {"agentgym.io/run": name}
     spec = {"clusterIP": "None", "ports": [{"name": "http", "port": 8000, "protocol": "TCP"}]}
@@ -36,7 +36,7 @@ def run(admin):
 
 
 def tell(admin, run, *addresses):
-    """The Service's servers, in the kind that the cluster has."""
+    """Write the Service's addresses, as the kind of object that the cluster has."""
     kind = upkeep.kind_of_addresses(admin)
     labels = {"agentgym.io/run": run, "kubernetes.io/service-name": f"env-{run}"}
     each = {"apiVersion": kind.api_version, "kind": kind.kind}

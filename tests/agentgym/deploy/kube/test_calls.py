@@ -1,6 +1,4 @@
-"""Answers that are late, busy, broken or no longer trusted: asked again within bounds; errors are
-one sentence that says what to do.
-"""
+"""Late, busy, broken or unauthorized responses: bounded retries, and errors that name a fix."""
 
 import json
 
@@ -25,7 +23,7 @@ ASK = {"verb": "request", "doing": "question", "method": "get", "path": "/x"}
 
 
 class Answer:
-    """urllib3's response, as far as it is read."""
+    """urllib3's response, as far as the client reads it."""
 
     def __init__(self, status=200, *pieces, headers=None):
         self.status, self.headers, self.reason = status, headers or {}, ""
@@ -51,7 +49,7 @@ class Answer:
 
 
 class Script:
-    """A session, a clock and the connections to an API server that answers in order."""
+    """Session, clock and connections to an API server that gives these answers in order."""
 
     def __init__(self, *answers):
         self.answers, self.asked, self.slept, self.now = list(answers), [], [], 0.0
@@ -170,13 +168,13 @@ def test_a_watch_survives_drops_bookmarks_and_forgotten_versions():
     assert told == [
         "a",  # the first list
         "ab",
-        "ab",  # reset
-        "ab",  # refused
-        "ab",  # forgotten
-        "b",  # a new list
+        "ab",  # connection reset
+        "ab",  # connection refused
+        "ab",  # 410: expired version
+        "b",  # the second list
         "",
-        "",  # nothing came
-        "",  # forgotten
+        "",  # timeout
+        "",  # 410 again
     ]
     assert next(watch) == ()  # the third list
     assert len(script.asked) == 8
@@ -253,7 +251,7 @@ def test_waits_double_up_to_the_longest_and_are_spread():
 def test_what_a_server_asks_for_is_waited_for_and_believed_for_so_long_only():
     retries = Retries(longest_s=10.0)
     assert retries.wait_s(0, 4.0, draw=0.0) == 4.0
-    assert retries.wait_s(0, 4.0, draw=1.0) == 5.0  # a quarter of spread on top
+    assert retries.wait_s(0, 4.0, draw=1.0) == 5.0  # with a spread of up to a quarter
     assert retries.wait_s(0, 3600.0, draw=0.0) == 30.0
 
 
@@ -269,7 +267,7 @@ def test_a_burst_goes_at_once_and_the_rest_at_its_rate():
     limiter = RateLimiter(per_s=4.0, burst=3, clock=lambda: now[0])
     waits = [limiter.reserve_s() for _ in range(5)]
     assert waits == pytest.approx([0.0, 0.0, 0.0, 0.25, 0.5])
-    now[0] += 0.5  # the last turn has come, nothing is saved up
+    now[0] += 0.5  # the last slot is due: unused time is not saved
     assert limiter.reserve_s() == pytest.approx(0.25)
     now[0] += 100.0
     assert [limiter.reserve_s() for _ in range(4)] == pytest.approx([0.0, 0.0, 0.0, 0.25])

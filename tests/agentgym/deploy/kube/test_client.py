@@ -87,7 +87,7 @@ def test_a_list_goes_by_labels_and_names_kind_and_version_in_each(kube):
     (found,) = kube.list(SERVICE, labels={"of": "a"}).items
     assert (found["apiVersion"], found["kind"], found["metadata"]["name"]) == ("v1", "Service", "a")
     assert len(kube.list(SERVICE, labels={"of": None}).items) >= 2
-    assert kube.list(NODE).items  # of no namespace
+    assert kube.list(NODE).items  # nodes have no namespace
 
 
 def test_a_watch_tells_what_is_there_and_what_comes(kube):

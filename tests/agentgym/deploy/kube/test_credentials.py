@@ -1,4 +1,4 @@
-"""Who asks is found as kubectl finds it, and read again when it has changed."""
+"""Credentials are found as kubectl finds them, and read again when they have changed."""
 
 import builtins
 
@@ -67,8 +67,8 @@ def test_a_rotated_token_is_read_when_the_old_one_is_refused(tmp_path):
     assert session.renew(first)
     assert session.client.configuration.api_key["BearerToken"] == "Bearer second"
     assert session.client.client.rest_client is first.client.rest_client  # connections stay open
-    assert session.renew(first)  # by another thread, whose call was refused, too
-    assert not session.renew(session.client)  # refused, and nothing newer is known
+    assert session.renew(first)  # a thread whose call was refused renews too
+    assert not session.renew(session.client)  # refused, without newer credentials
 
 
 def test_without_the_package_the_command_that_brings_it_is_named(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What tests ask of the built-in engine."""
+"""Requests for tests of the built-in engine."""
 
 import random
 

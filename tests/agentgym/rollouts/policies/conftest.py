@@ -1,4 +1,4 @@
-"""A tiny model in the built-in engine."""
+"""Fixture for a tiny model in the built-in engine."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An engine in a host process, its sessions, and what harms their weights."""
+"""An engine in a host process, its sessions, and errors in their weights."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ def sampling(sample):
 
 
 def host():
-    """The process, and all below it."""
+    """Return the host process and all processes below it."""
     (process,) = filter(is_host, psutil.Process().children())
     return [process, *process.children(recursive=True)]
 

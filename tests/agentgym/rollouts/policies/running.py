@@ -25,10 +25,10 @@ def of_run(**rollout):
 
 
 class Running:
-    """A policy in a loop of its own, as `open_engine` has it."""
+    """Policy with an event loop, as `open_engine` runs it."""
 
     def __init__(self, model, tokenizer, cfg, **more):
-        """more: of the checkpoint."""
+        """Open the policy; `more` are fields of the checkpoint."""
         self.loop, self.tokenizer = LoopThread(), tokenizer
         checkpoint = replace(new_checkpoint(model, tokenizer), **more)
         self.policy = VllmPolicy.open(cfg, checkpoint, num_slots=16, version=0)
@@ -37,7 +37,7 @@ class Running:
         return self.loop.run(asyncio.wait_for(coroutine, 120))
 
     def generate(self, *asked):
-        """asked: (prompt, sampling). Result: completions in that order."""
+        """Return the completions of (prompt, sampling) pairs, in order."""
 
         async def all_of_them():
             return await asyncio.gather(*(self.policy.generate(*each) for each in asked))
@@ -59,7 +59,7 @@ def scores(model, sequences, tokenizer):
 
 
 def move(learner):
-    """As a step of Adam at a learning rate of 1e-2 would."""
+    """Move every matrix by 1e-2, like a step of Adam at that learning rate."""
     with torch.no_grad():
         for name, each in learner.model.named_parameters():
             if is_matrix(name):
@@ -67,6 +67,6 @@ def move(learner):
 
 
 def of_vllm(process):
-    """Its processes below this one."""
+    """Return vLLM's processes below this one."""
     below = process.children(recursive=True)
     return [each for each in below if each.name().startswith("VLLM::")]

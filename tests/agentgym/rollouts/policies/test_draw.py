@@ -1,4 +1,4 @@
-"""From logits and a uniform number to a token, and how far another token is from it."""
+"""Drawing a token from logits and a uniform number, and the distance of other tokens."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ def key(sample=0, turn=0):
 
 
 def test_draws_follow_the_softmax():
-    """Chi-square over 5 classes, 20,000 draws at evenly spread quantiles and at random ones; 4
-    degrees of freedom, 18.5 is p = 0.001.
+    """Test by chi-square over 5 classes: 20,000 evenly spread quantiles, and 20,000 random ones.
+    With 4 degrees of freedom 18.5 has p = 0.001.
     """
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0])
     count = 20_000

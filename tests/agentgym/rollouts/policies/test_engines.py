@@ -1,6 +1,4 @@
-"""An engine from an installed package trains like the built-in one, and is judged by what it states
-of itself.
-"""
+"""Engines of installed packages train like the built-in one, within their stated tolerances."""
 
 import pytest
 import torch
@@ -105,7 +103,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
     assert len(points) >= 3
     assert any(point.metrics.get("actor/grad_norm", 0.0) > 0 for point in points)
     assert all(0 <= point.metrics["sync/canary_rms"] <= 5e-4 for point in points)
-    # it measures nothing of itself
+    # the engine reports no usage of its own
     assert all(point.metrics["perf/generated_tokens_per_s"] > 0 for point in points)
     assert not any("perf/engine_idle_frac" in point.metrics for point in points)
     report = audit(cfg, num_episodes=4)
@@ -218,15 +216,15 @@ def test_nothing_deterministic_is_sampled_with_vllm(tiny_params, tmp_path):
 def test_time_counts_as_what_was_in_work_and_what_waited_meanwhile():
     now = [10.0]
     meter = Meter(lambda: now[0])
-    now[0] = 12.0  # 2 s of nothing
+    now[0] = 12.0  # 2 s idle
     meter.requests(running=2, waiting=1)
-    now[0] = 15.0  # 3 s of work while one waits
+    now[0] = 15.0  # 3 s of work with one waiting
     meter.requests(running=0, waiting=4)
-    now[0] = 16.0  # 1 s in which four wait for new weights
+    now[0] = 16.0  # 1 s with four waiting for new weights
     meter.requests(running=4, waiting=0)
     meter.prompt(30, 20)
     meter.prompt(10, 0)
-    now[0] = 20.0  # and 4 s of work until it is asked
+    now[0] = 20.0  # 4 s of work until usage is read
     first = meter.usage()
     assert first == EngineUsage(40, 20, busy_s=7.0, depth_s={0: 6.0, 1: 3.0, 4: 1.0})
     assert (first.total_s, first.busy_frac, first.mean_depth) == (10.0, 0.7, 0.7)

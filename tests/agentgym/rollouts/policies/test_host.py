@@ -1,4 +1,4 @@
-"""An engine in a process of its own: its sessions, weights that reach it, and how it ends."""
+"""An engine in a host process: sessions, updates of weights, and how it ends."""
 
 import asyncio
 import os
@@ -67,14 +67,14 @@ def cfg(room):
 
 @pytest.fixture(scope="module")
 def shared(cfg):
-    """The one engine of several tests."""
+    """One engine for several tests."""
     with one_engine(cfg):
         yield
 
 
 @pytest.fixture
 def num_starts(room):
-    """num_starts() of engines in this test."""
+    """Return a function that counts the engines started in this test."""
 
     def count():
         file = room / "starts"
@@ -86,7 +86,7 @@ def num_starts(room):
 
 @pytest.fixture(scope="module")
 def session(make_model, tokenizer):
-    """session(cfg, seed, version) opens a policy of that model in a loop of its own."""
+    """Return a function of (cfg, seed, version) that opens a policy with an event loop."""
 
     @contextmanager
     def opened(cfg, seed=0, version=0, num_slots=8, checkpoint=None):
@@ -118,7 +118,7 @@ def test_sessions_share_one_engine_and_weights_it_holds_are_not_moved(
             first.publish(make_model(1), 8)
             assert same(first.generate(1), expected(make_model(1), tokenizer, 8, 1))
         assert len(moved) == 2
-        with session(cfg, 1, version=3) as second:  # versions of another step begin anew
+        with session(cfg, 1, version=3) as second:  # versions start again in another step
             assert len(moved) == 2
             assert same(second.generate(1), expected(make_model(1), tokenizer, 3, 1))
             with pytest.raises(ValueError, match="versions must grow: engine holds 3, got 3"):
@@ -144,7 +144,7 @@ def test_a_host_that_is_killed_ends_its_session_and_the_next_one_has_another(
             for _ in range(2):
                 with pytest.raises(HostLost, match=r"host \(process \d+\) is lost, exit code -9"):
                     first.generate(1)
-            for child in below:  # vLLM's own end by themselves, see test_vllm_worker.py
+            for child in below:  # vLLM's processes end by themselves, see test_vllm_worker.py
                 child.kill()
         with session(cfg) as second:
             second.generate(1)
@@ -190,7 +190,7 @@ def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
 
 
 def test_a_kept_engine_serves_runs_and_is_ended_when_nobody_uses_it(session, num_starts, tmp_path):
-    """Own the engine in another process than its sessions, as `make up` does."""
+    """Start the engine in another process than its sessions, as `make up` does."""
     cfg, folder = config(tmp_path), hosts.new_folder()
     cfg.state_dir.mkdir()
     (cfg.state_dir / hosts.KEPT).symlink_to(folder)
@@ -225,7 +225,7 @@ def test_scores_usage_sleep_and_errors_cross_the_wire(shared, cfg, session, make
         opened.run(policy.sleep())
         with pytest.raises(TimeoutError):
             opened.run(asyncio.wait_for(policy.generate(PROMPT, sampling(1)), 0.2))
-        opened.run(policy.wake())  # the one above was cancelled there, too
+        opened.run(policy.wake())  # the host has cancelled the request above
         assert len(opened.generate(1)) == 1
         with pytest.raises(ValueError, match="exceeds the context of 256"):
             opened.run(policy.generate(PROMPT * 9, sampling(1)))
@@ -262,7 +262,7 @@ def test_harm_on_the_way_is_found_before_a_token_is_sampled(
         monkeypatch.setattr(transport, "write_weights", write)
         with pytest.raises(EngineMismatch, match=r"weights version 2 arrived at .* sent was"):
             opened.publish(make_model(1), 2)
-        assert same(opened.generate(1), before)  # as it was
+        assert same(opened.generate(1), before)  # unchanged
         assert opened.policy.version == 1
         monkeypatch.undo()
         opened.publish(make_model(1), 2)
@@ -284,7 +284,7 @@ def test_an_engine_grows_with_what_is_asked_and_begins_as_large_as_the_run_needs
     shared, cfg, session, num_starts
 ):
     with session(cfg, num_slots=2):
-        begun = num_starts()  # by a test before, or now
+        begun = num_starts()  # started earlier or now
     for num_slots, more in ((8, 0), (9, 1), (1, 1)):
         with session(cfg, num_slots=num_slots) as opened:
             opened.generate(1)

@@ -1,4 +1,4 @@
-"""A model behind an endpoint: asked again within bounds, cut as tokens are, its key never told."""
+"""Hosted models: bounded retries, replies cut by tokens, and a key that never appears in output."""
 
 import asyncio
 import json
@@ -21,15 +21,15 @@ def test_an_endpoint_in_trouble_is_asked_again_within_bounds(serving):
         (episode,) = play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=8, max_turns=2)
         assert [turn.action for turn in episode.turns] == ["turn left", "turn left"]
         assert len(stub.asked) == 7
-        # a request that is repeated can be told from a new one
+        # a repeated request keeps its key, a new one has another
         keys = [head["Idempotency-Key"] for head in stub.heads]
         assert keys[:6] == [keys[0]] * 6
         assert keys[6] != keys[0]
-        stub = Stub(trouble=[500] * 6)  # two attempts
+        stub = Stub(trouble=[500] * 6)  # for two attempts
         with pytest.raises(RolloutError, match=r"model m at http://127.0.0.1.*status 500"):
             play_hosted(stub, endpoint, [Item("babyai", 0)], max_retries=2)
         assert len(stub.asked) == 6
-        stub = Stub(trouble=[401])  # no other attempt helps
+        stub = Stub(trouble=[401])  # retrying cannot help
         with pytest.raises(RolloutError, match="status 401"):
             play_hosted(stub, endpoint, [Item("babyai", 0)])
         assert len(stub.asked) == 1
@@ -112,7 +112,7 @@ def test_an_endpoint_that_wants_the_new_name_of_the_limit_is_asked_by_it_from_th
         ]
         assert limits == [{"max_tokens": 77}] + [{"max_completion_tokens": 77}] * 3
         assert episode.usage.num_failed == 1
-        stub = Stub(unknown="seed")  # whatever it names: one further request, and no more
+        stub = Stub(unknown="seed")  # one further request without `seed`, then an error
         with pytest.raises(RolloutError, match="'seed' is not supported"):
             play_hosted(stub, endpoint, [Item("babyai", 0)])
         assert len(stub.asked) == 2
@@ -123,7 +123,7 @@ def test_an_error_in_a_reply_of_status_200_is_quoted_in_one_line(serving):
         return json.dumps({"error": {"message": "not offered\nto you", **fields}}).encode()
 
     with serving("babyai", ENVS["babyai"]) as (endpoint, _):
-        stub = Stub(trouble=[error(code=404)] * 9)  # a status that asking again does not mend
+        stub = Stub(trouble=[error(code=404)] * 9)  # a status for which a retry cannot help
         with pytest.raises(RolloutError, match="error 404 with status 200: not offered to you"):
             play_hosted(stub, endpoint, [Item("babyai", 0)])
         assert len(stub.asked) == 1
@@ -180,7 +180,7 @@ def test_counts_that_are_none_end_no_evaluation_and_switch_no_limit_of_cost_off(
         finally:
             await runner.cleanup()
 
-    for usage in NO_COUNTS:  # 5 bytes asked, 8 tokens of a reply
+    for usage in NO_COUNTS:  # 5 bytes asked, 8 tokens in a reply
         number, said = asyncio.run(asked_until_it_costs_too_much(usage))
         assert number == 3
         assert said.startswith(
@@ -189,7 +189,7 @@ def test_counts_that_are_none_end_no_evaluation_and_switch_no_limit_of_cost_off(
 
 
 def test_answers_made_to_break_their_reader_are_asked_again_and_named(serving):
-    nested = b"[" * 960 + b"]" * 960  # JSON is read as deep as that, and written less deep
+    nested = b"[" * 960 + b"]" * 960  # json reads this depth and writes less
     broken = [
         DEEP,
         completion(DEEP),

@@ -1,4 +1,4 @@
-"""What tokens cost, worked out by hand, and said to be inexact where it is."""
+"""Hand-computed costs of tokens, and when they are marked as inexact."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The built-in engine against plain Hugging Face, alone and in a crowd."""
+"""The built-in engine compared with plain Hugging Face, alone and under load."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ from tests.agentgym.rollouts.policies.asking import key, prompts
 
 @torch.no_grad()
 def greedy_alone(twin, prompt, count, stop_id):
-    """Greedy tokens and log-probabilities of Hugging Face, the whole row again for each token."""
+    """Return greedy tokens and log-probabilities of Hugging Face, without a cache."""
     ids, logprobs = list(prompt), []
     while len(logprobs) < count:
         logp = torch.log_softmax(twin(torch.tensor([ids])).logits[0, -1], -1)
@@ -34,7 +34,7 @@ def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(
     policy = make_policy(num_slots=4)  # more requests than slots
 
     async def one(index):
-        for _ in range(index % 5):  # some come while others run
+        for _ in range(index % 5):  # some arrive while others run
             await asyncio.sleep(0)
         return await policy.generate(asked[index], Sampling(key(index), 0.0, 3 + index % 4))
 
@@ -48,9 +48,7 @@ def test_requests_of_any_length_at_any_time_equal_row_by_row_hugging_face(
 
 
 def test_logged_probabilities_are_those_of_the_distribution_sampled_from(make_policy, model, plain):
-    """At temperature 0.7 the logits are divided by it; the log-probabilities at temperature 1
-    would be others.
-    """
+    """Divide the logits by the temperature, 0.7: log-probabilities at 1 would differ."""
     twin, asked = plain(model), prompts(6, seed=1)
     policy = make_policy()
 
@@ -81,7 +79,7 @@ async def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
     ids = prompts(1, seed=2)[0]
     for turn in range(3):
         cached = await policy.generate(ids, Sampling(key(turn=turn), 1.0, 4))
-        # the last sampled token and the observation's three
+        # the last sampled token and three of the observation
         assert fed[0] == (len(ids) if turn == 0 else 4)
         fresh = await make_policy().generate(ids, Sampling(key(turn=turn), 1.0, 4))
         assert cached.ids == fresh.ids
@@ -93,7 +91,7 @@ async def test_a_turn_on_cached_keys_equals_a_fresh_prompt(make_policy):
 def test_prompts_that_begin_alike_are_computed_once_and_answered_alike(
     make_model, tokenizer, monkeypatch
 ):
-    """Two items, each played four times at once, and instructions that all begin with."""
+    """Share computation among two items, each played four times, with common instructions."""
     draw = random.Random(3)
     opening = [draw.randrange(4, 250) for _ in range(24)]
     goals = [opening + [draw.randrange(4, 250) for _ in range(20)] for _ in range(2)]
@@ -130,7 +128,7 @@ def test_prompts_that_begin_alike_are_computed_once_and_answered_alike(
     assert [each.ids for each in shared] == [each.ids for each in alone]
     for ours, theirs in zip(shared, alone, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-4)
-    # once the opening, each goal once, of each prompt its last token
+    # computed once: the opening, each goal, and the last token of each prompt
     assert num_alone - num_shared == 8 * 45 - (24 + 2 * 20 + 8)
 
 
@@ -169,7 +167,7 @@ async def test_what_is_sampled_depends_on_the_key_alone(make_policy):
     draws = {
         (await policy.generate(prompt, Sampling(key(0, turn), 1.0, 6))).ids for turn in range(5)
     }
-    assert len(draws) > 1  # another key is another draw
+    assert len(draws) > 1  # another key draws differently
 
 
 async def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
@@ -191,7 +189,7 @@ async def test_an_action_ends_with_the_stop_token_or_at_its_length(make_policy):
     assert (full.stop_reason, stopped.stop_reason) == ("length", "stop")
     assert len(full.ids) == 6
     policy._stop_ids = [full.ids[5]]
-    # at the very last token as well
+    # also at the very last token
     assert (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 6))).stop_reason == "stop"
 
 
@@ -199,7 +197,7 @@ async def test_an_action_ends_with_any_of_several_stop_tokens(make_policy):
     policy = make_policy()
     policy._stop_ids = []
     full = (await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))).ids
-    for stops in ([full[3], full[8]], [full[8], full[3]]):  # the one that comes first
+    for stops in ([full[3], full[8]], [full[8], full[3]]):  # the first in the text counts
         policy._stop_ids = stops
         said = await policy.generate([5, 6, 7], Sampling(key(), 1.0, 12))
         first = min(map(full.index, stops))
@@ -240,7 +238,7 @@ async def test_few_requests_wait_for_those_that_run_and_as_many_join_them(make_p
     late += [asyncio.create_task(ask(number, 2)) for number in (4, 5)]
     await asyncio.wait_for(asyncio.gather(*first, *late), 10)
     sizes = sizes
-    assert sizes[:4] == [3, 3, 3, 3]  # one more is not worth a forward of its own
+    assert sizes[:4] == [3, 3, 3, 3]  # one more is not worth a separate forward
     assert 6 in sizes  # three more are
     assert sum(sizes) == 3 * 6 + 3 * 2
 
@@ -310,7 +308,7 @@ def test_scores_are_log_probabilities_of_each_next_token(make_policy, plain, mod
 def test_what_the_engine_drew_in_a_crowd_is_its_draw_in_any_other_forward(
     make_model, tokenizer, dtype
 ):
-    """And what another sample drew is not."""
+    """Reject the draws of another sample."""
     model, asked, count = make_model().to(dtype), prompts(40), 12
     policy = TorchPolicy(model, stop_ids=[tokenizer.eos_token_id], num_slots=16, context_tokens=64)
 
@@ -355,7 +353,7 @@ async def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached
 
     opened = await policy.usage()
     said = await policy.generate(first, Sampling(key(0), 1.0, 4))
-    # all that was said is kept but its last token, which was never read
+    # everything sampled is cached except the last token, which was never an input
     await policy.generate([*first, *said.ids, 11, 12], Sampling(key(0, 1), 1.0, 4))
     alone = await policy.usage() - opened
     crowd = [policy.generate([5, 6, each], Sampling(key(each), 1.0, 3)) for each in range(20, 26)]
@@ -376,14 +374,14 @@ async def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached
     assert max(alone.depth_s) == 0
     assert 0 < alone.busy_s <= alone.total_s
     assert (crowded.prompt_tokens, crowded.cached_tokens) == (18, 0)
-    assert max(crowded.depth_s) == 4  # six asked at once, and two have a slot
+    assert max(crowded.depth_s) == 4  # six requests, two with a slot
     assert 0 < crowded.mean_depth < 4
     assert idle.busy_frac < 0.05
     assert 0.05 <= idle.total_s <= idle_s
 
 
 async def test_the_loop_goes_on_while_a_long_forward_runs(make_policy):
-    """A reply of an environment is read meanwhile; its time is not the engine's."""
+    """Receive an environment's response meanwhile; its time must not include the engine's."""
 
     policy, waits = make_policy(), []
     model = policy._model
@@ -402,4 +400,4 @@ async def test_the_loop_goes_on_while_a_long_forward_runs(make_policy):
     ids, waits = (await asked).ids, waits
     assert len(ids) == 3
     assert len(waits) > 20
-    assert max(waits) < 0.5  # no forward stood in the way
+    assert max(waits) < 0.5  # no forward blocked the loop

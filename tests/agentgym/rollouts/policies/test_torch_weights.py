@@ -16,7 +16,7 @@ from tests.agentgym.rollouts.policies.asking import key
 
 
 class Arrived:
-    """A `Delivery` whose weights are there at once."""
+    """`Delivery` whose weights have already arrived."""
 
     def __init__(self, model, version):
         self._model, self.version, self.digest = model, version, ""
@@ -47,7 +47,7 @@ async def test_publish_lets_running_actions_end_and_later_ones_see_the_new_weigh
     completion = await later
     assert (completion.ids, completion.version) == (after.ids, 4)
     assert before.ids != after.ids
-    # the same episode goes on: nothing cached under the old weights may answer
+    # the same episode continues: nothing cached under the old weights may be used
     history = [5, 6, 7, *before.ids, 9]
     continued = await policy.generate(history, Sampling(key(0, turn=1), 0.0, 5))
     fresh = await new.generate(history, Sampling(key(7), 0.0, 5))
@@ -108,7 +108,7 @@ def test_weights_that_arrive_after_newer_ones_are_refused(make_policy, make_mode
 async def test_weights_that_do_not_fit_leave_the_engine_as_it_was(make_policy, make_model):
     policy, other = make_policy(), weights_of(make_model(1))
     before = {name: tensor.clone() for name, tensor in weights_of(policy._model).items()}
-    other["model.norm.weight"] = torch.ones(3)  # the last one
+    other["model.norm.weight"] = torch.ones(3)  # the last tensor
     with pytest.raises(ValueError, match=r"model.norm.weight is \(3,\), expected \(64,\)"):
         await policy.publish(InProcess(other, 1))
     assert all(
@@ -124,7 +124,7 @@ async def test_a_sleeping_engine_holds_no_cache_and_answers_when_it_wakes(make_p
     running = asyncio.create_task(policy.generate([5, 6, 7], asked))
     while not policy._active:
         await asyncio.sleep(0)
-    await policy.sleep()  # once what runs has ended
+    await policy.sleep()  # after the running requests
     assert (await asyncio.wait_for(running, 10)).ids == expected.ids
     assert policy._cache.num_bytes == 0
     late = asyncio.create_task(policy.generate([5, 6, 7], asked))
@@ -159,7 +159,7 @@ async def test_a_sleeping_engine_holds_its_weights_once(make_model, tokenizer, m
 async def test_an_engine_takes_memory_for_the_episodes_it_plays_between_two_publishes(
     make_policy, make_model
 ):
-    """Not for as many as it might: a run of few episodes a step has hundreds of slots."""
+    """Size the cache by use: a run of few episodes per step still has hundreds of slots."""
 
     policy = make_policy()
     slots = []

@@ -1,4 +1,4 @@
-"""vLLM as an engine: what it samples, weights that reach it, and what happens where they do not."""
+"""vLLM as an engine: sampling, updates of weights, and failed updates."""
 
 import asyncio
 import threading
@@ -47,9 +47,7 @@ def running(make_model, tokenizer):
 
 @pytest.fixture(scope="module")
 def adapted(make_model, tokenizer, stored):
-    """(an engine of a trained adapter that lies in a store, its processes, a learner that goes on
-    with it)
-    """
+    """An engine with a trained, stored adapter: (engine, its processes, learner that resumes)."""
     model, others = make_model(0), of_vllm(psutil.Process())
     modules = chosen_modules(model, LoraConfig(rank=4))
     adapter = Adapter(stored(model), 4, 8, modules, alone=True)
@@ -68,7 +66,7 @@ def adapted(make_model, tokenizer, stored):
 
 @pytest.fixture
 def publish(running):
-    """publish(model): the next version."""
+    """Return a function that publishes a model as the next version."""
 
     def next_one(model):
         running.run(
@@ -80,7 +78,7 @@ def publish(running):
 
 @torch.no_grad()
 def ours(twin, prompt, completion, temperature):
-    """What plain Hugging Face says of sampled tokens at that temperature."""
+    """Return plain Hugging Face's log-probabilities of sampled tokens at that temperature."""
     ids = torch.tensor([[*prompt, *completion.ids]])
     logits = twin(ids).logits[0, len(prompt) - 1 : -1].float()
     heat = torch.full((len(completion.ids),), temperature)
@@ -194,19 +192,19 @@ def test_who_sleeps_generates_nothing_until_it_wakes_or_has_new_weights(
 def test_its_usage_is_that_of_its_slots_its_queue_and_what_it_found_cached(
     running, publish, make_model
 ):
-    publish(make_model(0))  # which empties the cache
+    publish(make_model(0))  # empties the cache
     before, prompt = running.run(running.policy.usage()), list(range(5, 205))
     for _ in range(2):
         running.generate((prompt, sampling(1)))
     twice = running.run(running.policy.usage()) - before
     assert twice.prompt_tokens == 400
-    assert 100 < twice.cached_tokens < 200  # whole blocks, of the second alone
+    assert 100 < twice.cached_tokens < 200  # whole blocks of the second request only
     assert max(twice.depth_s) == 0
     assert 0 < twice.busy_s < twice.total_s
     running.generate(*(([*PROMPT, each], sampling(each)) for each in range(24)))
     crowded = running.run(running.policy.usage()) - before - twice
     assert crowded.prompt_tokens == 24 * 36
-    assert max(crowded.depth_s) == 8  # of 24 at once 16 have a slot
+    assert max(crowded.depth_s) == 8  # 16 of 24 requests have a slot
     running.run(running.policy.sleep())
     before = running.run(running.policy.usage())
     with pytest.raises(TimeoutError):
@@ -237,7 +235,7 @@ def test_weights_that_do_not_fit_or_are_not_new_change_nothing(running, make_mod
 def test_several_processes_of_an_engine_are_its_own_and_no_actors(
     tmp_path, monkeypatch, make_model, tokenizer
 ):
-    # vLLM looks there before it chooses
+    # vLLM checks this when it chooses a backend
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: "of a worker")
     from vllm.config import ParallelConfig
@@ -301,7 +299,7 @@ def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_mo
         with torch.no_grad():  # one step of Adam at a learning rate of 1e-3
             for each in learner.parameters():
                 each += 1e-3 * torch.randn_like(each).sign()
-        assert compare(1).gap < VLLM[torch.bfloat16].canary  # among the noise of real models
+        assert compare(1).gap < VLLM[torch.bfloat16].canary  # within the noise of real models
         with pytest.raises(EngineMismatch, match="as before to the bit, the learner by up to"):
             compare(1, seen)
         opened.run(opened.policy.publish(InProcess(weights_of(learner), 1)))
@@ -319,7 +317,7 @@ def test_an_adapter_is_published_alone_and_takes_the_place_of_the_one_before(
     for version in (0, 1, 2):
         if version:
             move(learner)
-            with pytest.raises(EngineMismatch, match="version 9 did not reach"):  # nor is sent
+            with pytest.raises(EngineMismatch, match="version 9 did not reach"):  # nor published
                 canary.compare(canary.score(learner), list(seen.theirs.split(1)), 9)
             opened.run(policy.publish(InProcess(learner.weights(), version)))
         told = opened.run(policy.score(canary.sequences))
@@ -331,7 +329,7 @@ def test_an_adapter_is_published_alone_and_takes_the_place_of_the_one_before(
         assert torch.tensor(said.logprobs) == pytest.approx(again, abs=NATS)
         assert said.version == version
         assert list(opened.run(policy._engine.list_loras())) == [version + 1]
-    # a process that lost the last finds no other
+    # every process has loaded the file, so it is deleted
     assert not list(policy._folder.rglob("*.safetensors"))
     matrices = learner.weights()
     sizes = [

@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[4]
 
 
 class Session(Running):
-    """A `Running` whose engine is in a host process."""
+    """`Running` whose engine is in a host process."""
 
     def __init__(self, checkpoint, cfg, version=0):
         self.loop = LoopThread()
@@ -55,7 +55,7 @@ class Session(Running):
 def test_a_host_serves_sessions_with_the_weights_that_each_begins_with(
     make_model, tokenizer, stored, tmp_path, monkeypatch
 ):
-    """First weights come to an engine that began without any."""
+    """Start the engine without weights; the first session brings them."""
     cfg = of_run().model_copy(update={"store": StoreConfig(path=tmp_path / "store")})
     canary, moved, harm = Canary(tokenizer, VLLM[torch.float32].canary), [], []
 

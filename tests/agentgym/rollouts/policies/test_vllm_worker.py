@@ -1,4 +1,4 @@
-"""What vLLM's processes do for us: weights in two steps, and an end with their owner."""
+"""Extensions of vLLM's processes: weights in two steps, and an end with their owner."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver
 
 
 class Model(torch.nn.Linear):
-    """Loads weights as vLLM's models do: takes what it knows, and says what that was."""
+    """Model that loads weights as vLLM's do: it returns the names it loaded."""
 
     def load_weights(self, weights):
         mine, loaded = dict(self.named_parameters()), set()
@@ -35,7 +35,7 @@ def receiver():
 
 @pytest.fixture
 def published(tmp_path):
-    """published(tensors) -> (path, sha256)"""
+    """Return a function of tensors that writes them: (path, sha256)."""
 
     def write(tensors):
         path = tmp_path / "published.safetensors"
@@ -54,7 +54,7 @@ def test_weights_are_read_first_and_change_later(receiver, published):
     assert torch.equal(model.weight, before)
     assert receiver.switch_weights(digest) == []
     assert torch.equal(model.weight, new["weight"])
-    with pytest.raises(RuntimeError, match="were not staged"):  # once
+    with pytest.raises(RuntimeError, match="were not staged"):  # only once
         receiver.switch_weights(digest)
 
 
@@ -69,7 +69,7 @@ def test_other_weights_than_the_staged_ones_and_missing_ones_are_told(receiver, 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_what_lies_on_the_gpu_is_opened_and_its_sums_are_compared(receiver, monkeypatch, dtype):
-    """Opened by a stand-in: handles of a GPU's memory need one (test_transport.py)."""
+    """Open the handles with a stand-in; real ones need a GPU (test_transport.py)."""
     receiver.model_runner.model.to(dtype)
     sent = {"weight": torch.ones(2, 3, dtype=dtype), "bias": torch.zeros(2, dtype=dtype)}
     digest = weights_digest(sent, SUMS)
@@ -121,7 +121,7 @@ time.sleep(600)
 def test_it_and_the_engine_above_it_end_with_their_owner(is_gone, above, monkeypatch):
     monkeypatch.delenv(OWNER, raising=False)
     owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    if is_gone:  # before anybody watches
+    if is_gone:  # before the worker watches it
         owner.kill()
         owner.wait()
     engine = subprocess.Popen(
@@ -133,11 +133,11 @@ def test_it_and_the_engine_above_it_end_with_their_owner(is_gone, above, monkeyp
             time.sleep(0.1)
             assert worker.is_running()
             owner.kill()
-            until = time.monotonic() + 30  # its parent does not wait for it
+            until = time.monotonic() + 30  # its parent does not reap it
             while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
                 assert time.monotonic() < until
                 time.sleep(0.05)
-        if above == "init":  # whoever took over an orphan
+        if above == "init":  # init adopts orphans
             assert engine.poll() is None
         else:
             assert engine.wait(60) == -9
