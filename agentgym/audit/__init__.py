@@ -82,7 +82,8 @@ def audit(
 ) -> AuditReport:
     """Check the committed steps of a run and return the results. A failed check stops no other.
     Environment servers are started and torch's threads are set; store and MLflow stay unchanged.
-    run: prefix of a run key, to make sure that it is the run you mean.
+    run: prefix of a run key or of a run's name (r and 12 hex digits), to make sure that it is the
+    run you mean; None: not compared.
     num_episodes: episodes of each step to play again (at least one of every commit); None: all.
     num_rescored: episodes to score again for each set of weights; None: all.
     num_updates: a stage with more optimizer steps than this is not trained again.

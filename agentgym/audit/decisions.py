@@ -56,12 +56,13 @@ WEIGHTS = "weights"  # the parent under which an evaluation's record has the ver
 def check_decisions(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> list[tuple[RunStore, Entry]]:
-    """Check every decision about the run's alias, and the decision that the run itself recorded.
+    """Check every decision about the run's alias, the decision that the run itself recorded, the
+    version that has the alias now, and the versions' tags.
 
     If another store decides about the alias, the history in this store is checked as well.
     Result: (store with the evidence, decision) of the decision on this run's model and of the last
     one that moved the alias, if the gate made them. Empty if the run registered no model or MLflow
-    lacks its experiment.
+    lacks its experiment. key: the run's key.
     """
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     tracker = existing_ledger(cfg)
@@ -104,8 +105,8 @@ def check_decisions(
 
 def misplaced_aliases(cfg: RunConfig) -> list[str]:
     """Return one line for each registered model whose alias is misplaced: a decision took it to a
-    version evaluated on other environments, items or settings than the version that had it. Only
-    earlier releases decided so.
+    version evaluated on other environments, items or settings than the version that had it, and it
+    was not moved by hand since. Only earlier releases decided so.
 
     The configured model also gets a line if its alias is on a version of other environments than
     the run's. A model whose history cannot be reached from here is skipped. Empty if MLflow's
@@ -191,8 +192,8 @@ def _history(history: History, checks: Checks) -> list[Entry]:
 def _check_entry(
     stores: Sequence[RunStore], must_be_there: bool, entry: Entry, checks: Checks
 ) -> None:
-    """Check that a decision of the gate follows from its evidence, and the evidence from stored
-    evaluations. Decisions made otherwise, for example by hand, are not checked.
+    """Check that a decision of the gate follows from its evidence, and the evidence from
+    evaluations in `stores`. Decisions made otherwise, for example by hand, are not checked.
     must_be_there: an evaluation that none of `stores` has is a failure; False: it is skipped. One
     that `agentgym gc` collected is always skipped.
     """
@@ -236,8 +237,8 @@ def _check_entry(
 
 
 def _result(store: RunStore, version: Version, question: str, candidate: Version) -> Result | None:
-    """Return a version's stored result: the one of `agentgym evaluate` under the key `question`,
-    else the one of the run that trained it. None if the store has neither.
+    """Return a version's stored result: the one of `agentgym evaluate` under the key `question`, if
+    that is a key (64 hex digits), else the one of the run that trained it. None if it is missing.
 
     A run's result counts only in a store that also has the candidate's: the gate's store has both.
     """
@@ -251,7 +252,9 @@ def _result(store: RunStore, version: Version, question: str, candidate: Version
 
 
 def _check_shown(promotions: Promotions, history: History, entry: Entry, checks: Checks) -> None:
-    """Check that MLflow's file of the decision equals the history's entry; skip a missing file."""
+    """Check that MLflow's file of the decision equals the history's entry. Skip the check if the
+    file or the candidate is missing, or the artifacts are on another machine.
+    """
     number = promotions.number_of(entry.candidate)
     folder = _artifacts(promotions, number) if number else None
     if folder is None:
@@ -361,7 +364,9 @@ def check_judged(
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
-    """Return the commit of a version's weights with `global_step` 0; None if the store lacks it."""
+    """Return a copy of the commit with a version's weights, its `global_step` set to 0. None if the
+    store has no such commit.
+    """
     heads = (head for head in store.heads() if head.digest == version.checkpoint)
     head = next(heads, None)
     # an evaluation of a registered version counts no optimizer steps

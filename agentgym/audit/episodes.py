@@ -31,7 +31,9 @@ Expected = tuple[int, Item, int, int, int, float]
 
 
 def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
-    """Check item, settings, weights version, reward and end of episodes, except demonstrations."""
+    """Check the number of episodes, and each one's item, settings, weights version, reward and end.
+    Demonstrations are passed over.
+    """
     if record.step.kind is Kind.DEMONSTRATE:
         return
     if record.stage is None:
@@ -137,8 +139,8 @@ def check_tokens(
 ) -> None:
     """Check token ids and action mask against the logged text, log-probabilities against the mask.
     The renderer must give the ids between actions, and an action's ids must decode to the action.
-    Nothing is checked if the step has no readable checkpoint.
-    instructions: environment -> text that its episodes begin with.
+    Nothing is checked if the step has no readable checkpoint or no readable episodes.
+    instructions: environment -> text that its episodes begin with; a missing one counts as empty.
     """
     checkpoint = load(store, record.checkpoint, weights=False)
     if checkpoint is None or not record.episodes:
@@ -255,7 +257,7 @@ def check_replay(
 
 
 def _has_info(episode: Trajectory) -> bool:
-    """Return False for an episode recorded in schema 1, which has neither an id nor info."""
+    """Return True if an episode's record has an id or info; those of schema 1 have neither."""
     return bool(episode.id) or any(turn.info for turn in episode.turns)
 
 

@@ -32,8 +32,10 @@ MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were pr
 def check_excluded(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check the share of failed episodes by commit, split and temperature, and play these again to
-    their end. If the engine does not repeat its draws, a note records that none was played again.
+    """Check the share of failed episodes by commit, split and temperature. Play these again to
+    their end; outcomes less likely than MAX_CHANCE are a failure.
+    Episodes are not played again if their weights were pruned or they span two versions; none are
+    if the engine does not repeat its draws, which a note records.
     """
     counts: Counter[Status] = Counter()
     for record in steps:
@@ -60,7 +62,7 @@ def check_excluded(
 
 
 def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return `SPLIT episodes at temperature T` -> these episodes; each entry has its own limit."""
+    """Return `SPLIT episodes at temperature T` -> these; the limit holds for each entry."""
     groups: dict[str, list[Trajectory]] = {}
     for episode in episodes:
         what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
@@ -131,10 +133,11 @@ def _play_again(
 def _played(
     cfg: RunConfig, checkpoint: Checkpoint, version: int, seed: int, episodes: Sequence[Trajectory]
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """Play episodes again on new servers, with the weights of `checkpoint` and the same random
-    numbers.
+    """Play episodes again, once each, on new servers, with the weights of `checkpoint` and the same
+    random numbers.
 
-    version: number of these weights. Result: pairs (logged episode, episode as it ends now).
+    version: number of these weights. seed: of the random numbers.
+    Result: pairs (logged episode, episode as it ends now).
     """
     pairs = []
     with (

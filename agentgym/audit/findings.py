@@ -31,7 +31,9 @@ class Check:
 
     @property
     def word(self) -> str:
-        """The result in words. A check that left something out is never only "ok"."""
+        """Result in words: `FAILED`, `ok`, or if something was left out, `ok, not checked`, or
+        `not checked` if no comparison was made.
+        """
         if not self.ok:
             return "FAILED"
         if not self.not_checked:
@@ -55,11 +57,11 @@ class AuditReport:
 
     @property
     def is_proven(self) -> bool:
-        """Return True if the audit checked everything that a decision depends on."""
+        """True if the audit checked everything that a decision depends on; it may have failed."""
         return not any(check.num_unproven for check in self.checks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report in plain JSON types."""
+        """Return the report as a dict that JSON can encode, also with `ok` and `is_proven`."""
         return {
             **asdict(self),
             "ok": self.ok,
@@ -103,7 +105,7 @@ class Checks:
         """Record what could not be checked, and why.
 
         num: number of comparisons; 0 records nothing. Equal entries add up.
-        weighs: a decision depends on these comparisons.
+        weighs: True if a decision depends on these comparisons; the audit is then not proven.
         """
         if num:
             self.num_unproven += weighs

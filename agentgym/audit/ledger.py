@@ -22,7 +22,8 @@ def check_ledger(
 ) -> None:
     """Check in MLflow the points of the parent run (from steps with `headline`) and of each step's
     child run, the digest tags of child runs, and that there are no other child runs.
-    A missing experiment is a failure. A step that an unfinished run has not delivered is skipped.
+    A missing experiment or parent run is a failure. Steps that an unfinished run has not delivered
+    are skipped. key: the run's key.
     """
     tracker = existing_ledger(cfg)
     if tracker is None:
@@ -62,8 +63,8 @@ def check_ledger(
 
 
 def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
-    """Return True if an unfinished run has delivered a step to MLflow: one of its child runs has
-    the step's key, or the local delivery mark exists.
+    """Return True if an unfinished run has delivered a step to MLflow: one of its child runs
+    (`children`) has the step's key, or the local delivery mark exists.
 
     A finished step that the run shares with another run is delivered only when the run reaches it.
     """
@@ -75,7 +76,8 @@ def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Seq
 def _check_points(
     tracker: Tracker, run: Any, where: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Compare the points of an MLflow run with the committed ones, with their multiplicity.
+    """Compare the points of an MLflow run with the committed ones, with their multiplicity, and
+    each metric's latest value in MLflow with its last point. where: name of the run in failures.
 
     In an unfinished step the commits after the last delivered one may be missing: they may still
     wait, or the run was killed while it delivered them.

@@ -27,8 +27,8 @@ OTHERS = (OTHER_RUN, OTHER_TIME, UNDATED)
 def check_records(
     run_key: str, steps: Sequence[StepRecord], pointers: Path | None, checks: Checks
 ) -> None:
-    """Check that each commit names the previous one, and compare DVC's pointers with the last
-    commits.
+    """Check that each commit has the records digest of the previous one, and compare DVC's pointers
+    with the last commits. Commits of earlier versions, which name no digest, are skipped.
 
     A person who can write to the store can forge all of its records, but not a pointer in git.
     pointers: folder of the pointers; None or a missing folder: nothing is compared.
@@ -58,7 +58,7 @@ def check_records(
 
 
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
-    """Compare the pointer of this step with its commits.
+    """Compare the pointer of this step with its commits; differences are failures.
 
     Result: OWN for this run's; one of OTHERS for another run's, which is not compared; None if
     there is no pointer, or if it is unreadable, which is a failure.

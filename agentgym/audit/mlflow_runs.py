@@ -68,7 +68,10 @@ PAGE = 500  # traces; the server refuses to return more at once
 def check_pages(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check runs, inputs, logged models and traces in MLflow; skip finished steps that it lacks."""
+    """Check runs, inputs, logged models and traces in MLflow; skip unfinished steps, and finished
+    ones that MLflow lacks. Nothing is checked unless MLflow has exactly one run of the pipeline.
+    key: the run's key.
+    """
     tracker = existing_ledger(cfg)
     if tracker is None:
         checks.skip("pages", "there is no ledger, as that check reports")
@@ -136,7 +139,7 @@ def _check_parent_run(
 ) -> None:
     """Check tags, parameters and files of the pipeline's MLflow run, and its status if it ended.
 
-    steps: those that have an MLflow run of their own.
+    key: the run's key. steps: those that have an MLflow run of their own.
     """
     where = "parent run"
     name = pipeline_name(run_title(cfg), key)
@@ -244,7 +247,10 @@ def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Ch
 def _check_model(
     store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
 ) -> None:
-    """Check the logged model of an evaluated checkpoint and its metrics; pass over other steps."""
+    """Check the logged model of an evaluated checkpoint and its metrics; do nothing for other
+    steps.
+    run_id: the step's MLflow run.
+    """
     final = record.final
     if final is None or not is_evaluated(final):
         return
@@ -289,9 +295,9 @@ def _check_traces(
     run_id: str,
     checks: Checks,
 ) -> None:
-    """Check that each trace shows a committed episode unchanged.
+    """Check that each trace of the MLflow run `run_id` shows a committed episode unchanged.
 
-    If a run has traces, those of all episodes that `drawn` chooses must be there.
+    If the run has traces, those of all episodes that `drawn` chooses must be there.
     """
     assert record.final is not None
     traces = list(

@@ -51,7 +51,9 @@ OF_RUN = ("run_key", "evaluation", "eval.")  # prefixes of tags about the run an
 def check_registry(
     cfg: RunConfig, store: RunStore, key: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Check each file, tag and description of the version that the run registered, if any."""
+    """Check each file, tag and description of the version that the run registered, if any. Skipped
+    without an MLflow experiment. key: the run's key.
+    """
     registration = next((record for record in steps if record.step.kind is Kind.REGISTER), None)
     if registration is None or registration.final is None or registration.checkpoint is None:
         return
@@ -151,6 +153,7 @@ def _check_files(
     """Compare the files of a registered version with what the store exports from `checkpoint`.
 
     Files that differ are skipped if other versions of packages wrote them, except SAME_BY_ALL.
+    Weights merged from an adapter may differ by rounding.
     logged: the version's logged model or None; tags: those of the registration.
     folders: (one to work in, the one with the version's files).
     """
@@ -181,7 +184,9 @@ def _check_files(
 
 
 def _packages(folder: Path) -> str:
-    """Name the packages that wrote a folder's files, as text; a placeholder without an MLmodel."""
+    """Return the packages that wrote a folder's files, with versions, as one text; a fixed phrase
+    if the folder's MLmodel cannot be read.
+    """
     try:
         tree = yaml.safe_load((folder / MLMODEL).read_bytes())
         flavors = tree["flavors"]

@@ -65,9 +65,11 @@ Results = dict[str, Result]  # evaluation step -> computed from its episodes
 def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
-    """Return the run's recorded splits. Compare them and imported trajectories with the data files.
+    """Return the run's recorded splits, and compare them with the data files. With imported
+    trajectories, compare these as well.
 
-    None if none are recorded, or if they cannot be read. Errors: ConfigError for invalid data.
+    None if no splits are recorded, or if they cannot be read.
+    Errors: ConfigError for invalid data; LookupError or ValueError for unreadable trajectories.
     """
     prepare = final_of(steps, Kind.PREPARE)
     if prepare is None:
@@ -99,7 +101,8 @@ def check_numbers(
     results: Results,
     checks: Checks,
 ) -> None:
-    """Compute the numbers of one step again and compare them with the committed ones.
+    """Compute the numbers of one step again and compare them with the committed ones. Unfinished
+    evaluations and reports are passed over.
 
     results: those of the evaluations before this step, one of which may be its baseline. If this
     step is an evaluation, its result is added.
@@ -161,7 +164,8 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
 def _check_report(
     cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
 ) -> None:
-    """Make the report's page and pictures again and compare them with the committed ones.
+    """Make the report's page and pictures again and compare them with the committed ones; a failure
+    if they cannot be made or read.
     Skipped are pictures that another version of matplotlib drew, and the page's times if a step ran
     again after the report.
     """
@@ -204,8 +208,8 @@ def _check_report(
 def _check_demonstrations(
     cfg: RunConfig, store: RunStore, record: StepRecord, splits: Splits, checks: Checks
 ) -> None:
-    """Check that the episodes are those of the expert's items or the imported trajectories, and
-    their committed counts.
+    """Check the demonstrations: their items and samples, imported trajectories also by their
+    actions, and the committed counts.
     """
     commit, episodes = record.commits[0], record.episodes.get(0, [])
     num_solved = sum(episode.success for episode in episodes)
@@ -342,7 +346,8 @@ def _check_evaluation(
     results: Results,
     checks: Checks,
 ) -> None:
-    """Check an evaluation's identity (what was asked), slots (items and samples), results, metrics.
+    """Check an evaluation's identity (policy, protocol, items, prompts), slots (items and samples),
+    description, results and metrics. Unreadable records are a failure.
     Its result, computed again, is added to `results` under the step's name.
     """
     final, step, settings = record.commits[-1], record.step, cfg.evaluation
@@ -390,8 +395,8 @@ def _check_evaluation(
 
 
 def _without_packages(part: Any) -> Any:
-    """Return one part of an evaluation's identity (what was asked) without its entry `packages`:
-    package versions may differ between two machines. A part that is no mapping stays as it is.
+    """Return one part of an evaluation's identity without its entry `packages`: package versions
+    may differ between two machines. A part that is no mapping stays as it is.
     """
     if isinstance(part, Mapping):
         return {name: value for name, value in part.items() if name != "packages"}

@@ -45,7 +45,9 @@ def check_sampling(
 ) -> None:
     """Check log-probabilities and draws of turns under the version of the weights that they log.
 
-    The episodes check verifies that these are the right weights. Pruned weights are skipped.
+    The episodes check verifies that these are the right weights. Skipped are pruned weights,
+    weights of a dtype without a tolerance and, if the engine does not repeat its draws, the draws.
+    Nothing is checked for a step without a checkpoint.
     count: episodes for each set of weights; None: all. seed: of this choice.
     rescore, sampling: receive the results for log-probabilities and for draws.
     """
@@ -241,8 +243,8 @@ class _Judge:
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         """Yield (place, episode, turns that `version` sampled) for each episode.
 
-        An episode with a token beyond a hard bound is computed again in float32, because the audit
-        rounds in half precision as much as the engine.
+        In half precision, an episode with a token beyond a hard bound is computed again in float32,
+        because the audit rounds as much as the engine.
         """
         assert self.tolerance is not None
         for where, episode, turns in self._computed(chunk, version):

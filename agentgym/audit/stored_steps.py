@@ -30,7 +30,7 @@ from agentgym.types import Trajectory
 
 @dataclass
 class StepRecord:
-    """One step as it is in the store: its commits and their logs."""
+    """One step as it is in the store: its commits and the logs that can be read."""
 
     step: Step
     key: str
@@ -77,8 +77,8 @@ def read_steps(
 ) -> list[StepRecord]:
     """Return every step of the run that has a commit, in order, with its logs decoded.
 
-    Content and keys are checked on the way; `content` and `lineage` receive the results. Steps with
-    unreadable commits are left out, and so are steps whose parents have not finished.
+    Content and keys are checked on the way; `content` and `lineage` receive the results. Logs that
+    cannot be read are left out. So are steps with unreadable commits or with an unfinished parent.
     """
     finals: dict[str, Manifest] = {}
     steps: list[StepRecord] = []
@@ -178,11 +178,11 @@ def check_lineage(
 def expected_ahead(
     cfg: RunConfig, commit: Manifest, stream: ItemStream, num_left: int
 ) -> list[dict[str, Any]] | None:
-    """Return the rollouts that a commit must have begun for later steps; None if
-    `rollout.max_staleness` is 0.
+    """Return the value that `ahead`, the rollouts begun for later steps, must have in a commit's
+    state; None if `rollout.max_staleness` is 0. The number of rollouts is as recorded, but limited.
 
-    Keys: global_step; items (ids, the next ones of the stream); versions (of the logged versions of
-    the weights, those that are not too old or too new).
+    Keys: global_step; items (ids, the next ones of the stream, as many as recorded); versions
+    (those of the recorded versions of the weights that are not too old or too new).
     stream: as the commit leaves it; it is advanced. num_left: optimizer steps after the commit.
     """
     max_staleness, step = cfg.rollout.max_staleness, int(commit.state["global_step"])

@@ -36,7 +36,7 @@ def check_updates(
     """Take the optimizer steps of each finished warm start and stage again, and compare the last
     weights with the recorded ones.
 
-    max_steps: a step of the run with more optimizer steps than this is skipped; 0: all are.
+    max_steps: a step of the run with more optimizer steps than this is skipped; 0 skips all.
     Offline stages, stages with `rollout.max_staleness` and steps on Ray are always skipped.
     """
     for record in steps:
