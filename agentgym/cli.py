@@ -28,8 +28,10 @@ from envs.plain import log_to_stderr  # noqa: E402
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit code: 0 done, 1 failed, 2 bad input (nothing was started),
-    130 interrupted (state is resumable).
+    """Run a command and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted (state
+    is resumable), 141 if the reader of its output is gone.
+    3: audit not proven, evaluation with too low coverage, or candidate not promoted.
+    argv: None: the process's arguments. Errors: SystemExit for --help, or if they are malformed.
     """
     arguments = _parser().parse_args(argv)
     log_to_stderr(

@@ -24,8 +24,8 @@ VIEWER_PORT = 7340  # `agentgym view` uses it if it is free; stored links contai
 def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
     """Set environment variables that are not set yet, with caches below `state_dir`.
 
-    Also let the garbage collector run less often, except this machine from proxies, and let stdout
-    escape characters that its encoding lacks.
+    Also let the garbage collector run less often and not at exit, add this machine to NO_PROXY, and
+    let stdout escape characters that its encoding lacks.
     Call it before importing torch, mlflow, matplotlib or prefect.
     """
     gc.set_threshold(*COLLECT_AFTER)
@@ -83,7 +83,8 @@ LARGE, MOST = 32 << 20, 2**31 - 1  # bytes: the maxima of M_MMAP_THRESHOLD and o
 
 
 def keep_blocks() -> None:
-    """Let glibc reuse freed blocks of up to 32 MiB, in any thread, until `return_memory`.
+    """Let glibc keep freed blocks of up to 32 MiB for reuse in any thread, for the rest of the
+    process; `return_memory` gives the free ones back.
 
     A new page from the system costs microseconds: with every block of 128 KiB returned at once,
     attention to 400 cached tokens took twice as long. No effect under another C library.

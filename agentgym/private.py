@@ -37,9 +37,10 @@ _OWNER_ALONE = struct.pack(
 
 
 def private_folder(path: Path) -> Path:
-    """Create a folder, or restrict one of this user, so that only its owner can enter it.
+    """Create a folder and its parents, or restrict an existing folder of this user: from then on
+    only its owner can enter it or read new files in it. Result: `path`.
 
-    Result: `path`. A folder of root is left as it is.
+    A folder of root is left as it is.
     Errors: ConfigError if it is no folder, belongs to another user, contains files of other users
     from before it was restricted, or if everybody can write in it and it is root's or a link.
     """
@@ -77,7 +78,7 @@ def claim_state() -> None:
 def private_state(path: Path) -> Path:
     """Make the configured state folder of a run private, see `private_folder`. Result: `path`.
 
-    A folder that also contains files of other uses keeps its mode.
+    An existing folder that is not named .agentgym and has files of other uses is left as it is.
     Errors: ConfigError, also if everybody can write in such a folder.
     """
     if path.is_dir() and path.name != STATE.name and not _is_state(path):
@@ -108,7 +109,9 @@ def with_login(url: str, login: str) -> str:
 
 
 def own_login(url: str) -> str | None:
-    """Return the login of the running `make up` if `url` is its Prefect or MLflow, else None."""
+    """Return the login (`user:password`) of the running `make up` if `url` is the address of its
+    Prefect or MLflow. None for other URLs, and if no `make up` of this project runs.
+    """
     try:
         services = json.loads((STATE / SERVICES).read_bytes())
     except (OSError, ValueError):
@@ -131,8 +134,8 @@ def _address(parts: SplitResult) -> str:
 
 
 def _check(path: Path) -> None:
-    """Raise ConfigError if `path` is no folder, if it belongs to a user other than this one and
-    root, or if everybody can write in it and it is root's or behind a link.
+    """Raise ConfigError if `path` cannot be read or is no folder, if it belongs to a user other
+    than this one and root, or if everybody can write in it and it is root's or a link.
     """
     try:
         entry, folder = path.lstat(), path.stat()

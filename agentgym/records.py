@@ -37,7 +37,7 @@ class RecordError(ValueError):
 
 
 def encode_trajectories(trajectories: Iterable[Trajectory]) -> bytes:
-    """Return a file of episodes as bytes, equal for equal trajectories with equal times."""
+    """Return a file of episodes as bytes; equal trajectories with equal times give equal bytes."""
     return joined(map(encode_line, trajectories))
 
 
@@ -57,12 +57,15 @@ def joined(lines: Iterable[bytes]) -> bytes:
 
 
 def decode_trajectories(data: bytes) -> list[Trajectory]:
-    """Return the trajectories of a file's content. Errors: RecordError."""
+    """Return the trajectories of a file's content. Errors: RecordError if one cannot be read."""
     return list(read_trajectories(io.BytesIO(data)))
 
 
 def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
-    """Yield trajectories one by one, to save memory. Errors: RecordError that names the line."""
+    """Yield the trajectories of a gzipped file one by one, to save memory.
+    Errors: RecordError for damaged content (names the line), an unknown schema, or a file that
+    unpacks to too much.
+    """
     number = 1
     try:
         for line in lines_of(file):
@@ -77,7 +80,7 @@ def read_trajectories(file: BinaryIO) -> Iterator[Trajectory]:
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
-    """Yield a gzip file's lines, with their newlines.
+    """Yield a gzip file's lines, with their newlines; the last one may have none.
     Errors: RecordError if it unpacks to more than MAX_UNFOLDED and MAX_RATIO allow; an exception in
     `DAMAGE` if it is damaged.
     """
@@ -116,7 +119,8 @@ class _Counted(io.RawIOBase):
 
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as plain JSON types, without values that equal their field's default.
+    """Return a trajectory as a dict that JSON can encode. Values that equal their field's default
+    are left out, but item and usage are complete.
     `from_json` inverts it. (`asdict` takes 20 times as long.)
     """
     row: dict[str, Any] = {"schema": SCHEMA} | _told(trajectory, _TRAJECTORY)
@@ -153,7 +157,7 @@ def from_json(row: dict[str, Any]) -> Trajectory:
 
 
 def checked_row(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row unchanged. Errors: RecordError for an unknown schema; TypeError if no dict."""
+    """Return the row itself. Errors: TypeError if it is no dict; RecordError for another schema."""
     if not isinstance(row, dict):
         raise TypeError(f"an object was expected, not {row!r:.40}")
     schema = row.get("schema", 1)
@@ -165,7 +169,9 @@ def checked_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Fields:
-    """Names and defaults of a dataclass's fields (no value equals MISSING), and their getter."""
+    """Names of a dataclass's fields, their defaults (MISSING if a field has none), and a function
+    that reads all values from an instance.
+    """
 
     def __init__(self, kind: type[Trajectory | Turn | Learned]) -> None:
         self.names = tuple(field.name for field in fields(kind))

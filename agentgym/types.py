@@ -30,7 +30,7 @@ class Status(StrEnum):
 
     @property
     def is_truncated(self) -> bool:
-        """True if the episode was cut before its end, but not by a failure."""
+        """True if a limit cut the episode: the horizon, the context or the simulator's own."""
         return self in _TRUNCATED
 
 
@@ -91,7 +91,9 @@ class Sampling(NamedTuple):
     max_new_tokens: int = 16
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
-        """Raise ValueError if prompt or action is empty, or together they exceed the context."""
+        """Raise ValueError if the prompt is empty, if `max_new_tokens` is below 1, or if both
+        together are more than `context_tokens`.
+        """
         if not prompt_ids or self.max_new_tokens < 1:
             raise ValueError(
                 f"nothing to sample from {len(prompt_ids)} prompt tokens with max_new_tokens"
@@ -134,13 +136,13 @@ class EngineUsage:
 
     @property
     def busy_frac(self) -> float:
-        """Busy share of the engines' time; 1 if nothing was measured."""
+        """Busy share of the engines' time, 0 to 1; 1 if `depth_s` was not measured."""
         total = self.total_s
         return min(max(self.busy_s / total, 0.0), 1.0) if total > 0 else 1.0
 
     @property
     def mean_depth(self) -> float:
-        """Mean number of waiting requests of an engine; 0 if nothing was measured."""
+        """Mean number of waiting requests of an engine over time; 0 if nothing was measured."""
         waited = sum(depth * seconds for depth, seconds in self.depth_s.items())
         return waited / self.total_s if self.depth_s else 0.0
 
@@ -174,7 +176,9 @@ class Delivery(Protocol):
         """The sender's digest of the weights, see `weights_digest`."""
 
     async def weights(self) -> dict[str, Tensor]:
-        """Receive the weights once and return a copy. Errors: EngineMismatch, TransportBroken."""
+        """Receive the weights and return them by name, as copies that the caller may keep. Call it
+        once: a broadcast is not repeated. Errors: EngineMismatch, TransportBroken.
+        """
 
 
 class Policy(Protocol):
@@ -196,8 +200,8 @@ class Policy(Protocol):
         """
 
     async def publish(self, delivery: Delivery) -> None:
-        """Receive weights while sampling continues, then change to them between turns: running
-        actions end, later ones wait.
+        """Receive weights while sampling continues, then change to them: actions that have begun
+        are sampled to their end first, later ones wait.
         Errors: ValueError if the version does not grow or the weights do not fit, EngineMismatch
         if other weights arrived than were sent; the policy then continues as before.
         """
@@ -206,7 +210,9 @@ class Policy(Protocol):
         """Return the work of the policy's engines since it started."""
 
     async def sleep(self) -> None:
-        """Free the memory that only sampling needs. Running actions end, others wait for `wake`."""
+        """Wait until no action is being sampled, then free the memory that only sampling needs.
+        Later actions wait for `wake`.
+        """
 
     async def wake(self) -> None: ...
 
@@ -311,7 +317,7 @@ class Trajectory:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Versions of the weights that sampled it, ascending."""
+        """Versions of the weights that sampled its actions, ascending, each once."""
         return tuple(sorted({turn.version for turn in self.turns}))
 
 

@@ -167,7 +167,7 @@ def whiten(values: Tensor) -> Tensor:
 
 def _whitened(experience: Experience, values: Tensor) -> Tensor:
     """Whiten [n] values of each environment separately: the scale of one environment's rewards must
-    not change the step size of another.
+    not change the step size of another. Without `env_ids` all values are whitened together.
     """
     if experience.batch.env_ids is None:
         return whiten(values)

@@ -125,9 +125,10 @@ def why_not(
 ) -> list[str]:
     """Return for each trajectory the reason why it must not be learned from; "" if it may.
 
-    All learning code uses this function. Excluded are failed environments and sequences without an
-    action; with truncated "mask" also episodes cut by horizon, context or simulator.
-    signal: exclude groups of equal rewards, too, which carry no signal (DAPO, arXiv:2503.14476).
+    All learning code uses this function. Excluded are episodes whose status is not valid and those
+    without an action; with truncated "mask" also episodes cut by horizon, context or simulator.
+    signal: also exclude all episodes of an item whose rewards here are equal: they carry no signal
+    (DAPO, arXiv:2503.14476).
     """
     telling = _telling(trajectories) if signal else set()
 
@@ -145,7 +146,7 @@ def why_not(
 
 
 def _telling(trajectories: Sequence[Trajectory]) -> set[str]:
-    """Return the ids of items whose trajectories have different rewards; None is left out."""
+    """Return the ids of items whose trajectories have different rewards, None not counted."""
     rewards: dict[str, list[float]] = {}
     for trajectory in trajectories:
         if trajectory.reward is not None:
@@ -177,8 +178,8 @@ def to_batch(
     """Pack trajectories that may be learned from (see `learnable`), in order.
 
     penalty: gives the number to add to a trajectory's outcome, on the last action token.
-    turn_rewards: True puts each turn's reward on its last token, False the outcome on the
-    trajectory's last action token.
+    turn_rewards: True puts each turn's reward on the turn's last token, False puts the outcome on
+    the trajectory's last action token.
     Errors: ValueError if there is no trajectory, one may not be learned from, or temperatures
     differ; AssertionError if rewards of turns do not sum to the outcome.
     """

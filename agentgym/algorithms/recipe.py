@@ -115,7 +115,7 @@ RECIPES: dict[str, Recipe] = {
 def recipe_of(name: str) -> Recipe:
     """Return the recipe of this name from RECIPES, or from an installed package with an entry point
     in the group `agentgym.recipes`, which is then imported.
-    Errors: ValueError for an unknown name or an entry point that is no Recipe.
+    Errors: ValueError for an unknown name or an entry point that is no Recipe; those of the import.
     """
     if name in RECIPES:
         return RECIPES[name]
