@@ -179,6 +179,7 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
     It ends with the block, also if this process is killed: its servers die with the thread that
     started them, its workers with the servers, and its two agents after a minute without them. The
     next local cluster removes the folder that a killed process leaves.
+    Ray's environment variables for address and token are changed, and restored after the block.
     Yield the local cluster's folder, mode 0700, or None for a cluster at an address.
     Errors: RayUnreachable; ConfigError without Ray or for a malformed address; RuntimeError if
     another block of this process is connected.

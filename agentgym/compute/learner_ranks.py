@@ -73,7 +73,9 @@ class LearnerRank:
         return rendezvous
 
     def join(self, rendezvous: Place, plan: LearnerPlan) -> None:
-        """Meet the other ranks at the rendezvous and build this rank's part of the learner."""
+        """Meet the other ranks and build this rank's part of the learner. rendezvous: (host, port),
+        or path of a file.
+        """
         from agentgym.learner.sharded import Sharded
 
         store = self._meeting or meet(rendezvous, self._size, self._timeout)
@@ -101,7 +103,7 @@ class LearnerRank:
         self._writing = self._writer.submit(taken.write, store_place, step, key)
 
     def written(self) -> dict[str, Blob] | None:
-        """Return the blobs by name, None while still writing. Errors: the one that ended it."""
+        """Return the blobs by name; None while they are written. Errors: those of the write."""
         if not self._writing.done():
             return None
         blobs: dict[str, Blob] = self._writing.result()
@@ -149,8 +151,8 @@ class RanksSnapshot:
         return sum(self._sizes)
 
     def write(self, place: StorePlace, step: str, key: str) -> dict[str, Blob]:
-        """Let every rank write its part while training continues; return all blobs by name.
-        Errors: StoreFull, StoreNotHere; RankLost after a deadline, or if a rank died.
+        """Let every rank write its part, once, while training continues; return all blobs by name.
+        Errors: StoreFull, StoreNotHere; RankLost after a deadline or `close`, or if a rank died.
         """
         self.is_over.clear()
         try:
@@ -191,7 +193,7 @@ class RanksSnapshot:
 
 
 class RayLearner:
-    """A `Learner` spread over ranks. Every call is one call of all ranks; an error ends them all.
+    """A `Learner` spread over ranks. Every call is one call of all ranks; an error ends all ranks.
     Errors of every call: RankLost; a rank's EngineMismatch, FloatingPointError or ValueError.
     """
 
@@ -263,7 +265,7 @@ class RayLearner:
             self._snapshot.close()
 
     def export(self, version: int, transport: str, timeout_s: float) -> Sender:
-        """Return a sender of the whole weights as they are now.
+        """Return a sender of the whole weights as they are now, as `version`.
         transport: "object_store", or any other for broadcasts; timeout_s: limit of a broadcast.
         """
         if transport == "object_store":
@@ -285,7 +287,7 @@ class RayLearner:
     def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Return each rank's answer, in order. End all ranks after a failure or the deadline: the
         others may wait in an exchange that the failed one never enters.
-
+        timeout_s: None: the limit of one call.
         Errors: a rank's EngineMismatch, FloatingPointError or ValueError; else RankLost with the
         names of the ranks that died, hang or failed.
         """

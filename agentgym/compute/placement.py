@@ -40,7 +40,9 @@ class Engine(Protocol):
 
 
 def num_accelerators(cfg: RunConfig) -> float:
-    """Return the number of GPUs that a training uses, including its engines; 0 on a CPU."""
+    """Return the number of GPUs that a training uses, including its engines: 0 on a CPU, with
+    `compute` ray those of all ranks and workers, else 1.
+    """
     if cfg.compute_device == "cpu":
         return 0.0
     ray = cfg.ray
@@ -54,6 +56,7 @@ def open_compute(
 ) -> Iterator[tuple[Learner, Engine]]:
     """Yield a learner and an engine, in Ray actors with `compute` ray, else in this process.
     plan: builds the learner. checkpoint: the engine's first weights. version: their number.
+    An engine in this process may take over the checkpoint's model, not copied.
     Errors: those of `open_engine` of `agentgym.rollouts.engine`, or of `open_cluster` and
     `Cluster`; ConfigError if `lora.rank` is set and the plan has no adapter.
     """
@@ -87,7 +90,9 @@ def open_compute(
 
 @contextmanager
 def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
-    """Yield a learner, see `open_compute`, without an engine."""
+    """Yield the plan's learner without an engine, in Ray actors with `compute` ray, else in this
+    process. Errors with ray: those of `open_cluster` and `Cluster.learner`.
+    """
     if cfg.compute == "ray":
         from agentgym.compute.cluster import open_cluster
 
@@ -103,7 +108,9 @@ def open_learner(cfg: RunConfig, plan: LearnerPlan) -> Iterator[Learner]:
 def play_validation(
     cfg: RunConfig, engine: Engine, items: Sequence[Item], step: int
 ) -> list[Trajectory]:
-    """Play each of the first `validation.num_items` items once; return trajectories in order."""
+    """Play each of the first `validation.num_items` items once; return trajectories in order.
+    step: of the random numbers. Errors: those of the engine's `collect`.
+    """
     settings = cfg.validation
     request = RolloutRequest(
         items[: settings.num_items],

@@ -103,7 +103,7 @@ class RayEngine:
     ) -> list[Trajectory]:
         """Play the request's samples and return their trajectories, item by item, with failed ones.
         progress: called with 1 after each episode.
-        Errors: RolloutError if too many episodes failed; WorkersLost.
+        Errors: RolloutError if too many episodes failed; WorkersLost; those of a worker.
         """
         rollout = self._cfg.rollout
         settings = request.settings(self._cfg, self.instructions)
@@ -193,7 +193,7 @@ class RayEngine:
         return self._run(all_of_them())
 
     def close(self) -> None:
-        """Cancel unfinished rollouts and end the workers, after `CLOSE_S` by force."""
+        """Cancel unfinished rollouts, let the workers close within CLOSE_S, then kill them."""
 
         async def ask(worker: Worker) -> None:
             with contextlib.suppress(Exception):  # already gone, or killed below
@@ -313,6 +313,7 @@ class RayEngine:
     async def _bring_up(self, index: int) -> None:
         """Start a worker, send it the newest weights, and add it to `workers`.
         A worker that is lost during its start counts, and is replaced, like any other.
+        Errors: those that the worker raised; those of `_update`.
         """
         import ray
 
@@ -339,7 +340,7 @@ class RayEngine:
 
     async def _update(self, worker: Worker) -> None:
         """Send the worker the newest weights, also if these change meanwhile; compare its scores of
-        the canary with the learner's. Errors: EngineMismatch; those of `_send`.
+        the canary with the learner's, once there are any. Errors: EngineMismatch; those of `_send`.
         """
         while True:
             weights = self._weights
@@ -367,7 +368,7 @@ class RayEngine:
 
     async def _send(self, sender: Sender, workers: Sequence[Worker]) -> list[BaseException | None]:
         """Send weights to these workers, once earlier calls of this method are done, and set their
-        `version`. Result: each worker's error, or None. Errors: RankLost if the sender died.
+        `version`. Result: each worker's error, or None. Errors: as `_of_sender`.
         """
         if not workers:
             return []

@@ -53,7 +53,7 @@ class InObjectStore:
         return opened
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], None]:
-        """Return this delivery once per worker, and None: there is no call to wait for."""
+        """Return this delivery for each entry of `num_receivers`, and None: no call sends it."""
         return [self for _ in num_receivers], None
 
 
@@ -81,8 +81,9 @@ class BroadcastSender:
         return self.template.digest
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], Any]:
-        """Begin a broadcast. num_receivers: of each worker, the processes that receive weights.
+        """Begin a broadcast. num_receivers: for each worker, the number of its receiving processes.
         Result: a delivery for each worker, and a reference to the rank's call that sends.
+        Errors: Ray's, if the rank is lost or does not answer.
         """
         import ray
 
@@ -121,7 +122,9 @@ class Outbox:
         return described
 
     def open(self, template: Broadcast, size: int) -> Broadcast:
-        """Open a rendezvous of `size` processes, this one included; return the template with it."""
+        """Prepare a meeting of `size` processes, this one included, at a new file or port; return
+        the template with its address.
+        """
         if self._folder is not None:
             path = self._folder / f"weights-{secrets.token_hex(8)}"
             return replace(template, size=size, path=str(path))
@@ -131,7 +134,7 @@ class Outbox:
         return replace(template, size=size, host=host, port=port)
 
     def send(self, broadcast: Broadcast) -> None:
-        """Send the kept weights. Errors: TransportBroken, also if they have another version."""
+        """Send the kept weights. Errors: TransportBroken, also if newer weights replaced them."""
         meeting, (version, weights) = self._open.pop(broadcast.port, None), self._kept
         if version != broadcast.version:
             raise TransportBroken(

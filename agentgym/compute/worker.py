@@ -45,9 +45,11 @@ class RolloutWorker:
     """
 
     async def start(self, plan: WorkerPlan) -> tuple[str, dict[str, str]]:
-        """Open the engine with the plan's weights and connect to the environments.
+        """Open the engine with the plan's weights and connect to the environments. Also set torch's
+        threads and the network interface of gloo and NCCL.
         Result: (process and host of this worker, opening instructions by environment).
-        Errors: ValueError if an environment server listens on another node's loopback alone.
+        Errors: ValueError if an environment server listens on another node's loopback alone; those
+        of `open_here` and `EnvPools.check`.
         """
         set_threads()
         use_interface_of(node_address())  # send weights through the interface that Ray uses
