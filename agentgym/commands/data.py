@@ -109,7 +109,8 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Check the data and print counts and warnings. Return 1 if a task has several ids, else 0.
+    """Check the data and print counts and warnings. Return 1 if a task of the run's environments
+    has several ids, else 0.
     Errors: ConfigError for the run's own data; errors in other published lists are warnings.
     """
     from agentgym.data.check import compare_tasks, load_data, load_recorded

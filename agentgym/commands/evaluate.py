@@ -213,8 +213,8 @@ def code_of(evaluated: Evaluated) -> int:
 
 
 def told(evaluated: Evaluated) -> dict[str, Any]:
-    """Return the output of `--json`: the result's file without the rows of single episodes, and
-    the keys valid, complete, stopped, how, folder, clock and graded_otherwise.
+    """Return the output of `--json`: the result as in its file, without the rows of single
+    episodes, and the keys valid, complete, stopped, how, folder, clock and graded_otherwise.
     """
     tree = evaluated.result.to_json()
     del tree["slots"], tree["columns"]
@@ -317,7 +317,7 @@ def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _ask(prompt: str) -> str | None:
-    """Print the prompt and return a line from the terminal; None at end of file."""
+    """Print the prompt and return a line of standard input, with its newline; None at its end."""
     sys.stdout.write(prompt)
     sys.stdout.flush()
     line = sys.stdin.readline()

@@ -131,7 +131,8 @@ def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    """Compare two or more results, print the comparison, write it to `--out` if given. Return 0.
+    """Compare two or more results, print the comparison as text or JSON, and write it, with page
+    and figures, to the folder `--out` if given. Return 0.
     Errors: ConfigError for a bad confidence level or results that cannot be compared.
     """
     from agentgym.comparison.versus import files, find_result, lines, table_markdown, versus

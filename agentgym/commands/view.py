@@ -101,7 +101,9 @@ def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def own_token(folder: Path) -> str:
-    """Return the login token, kept in `folder` so that links stay valid; create it if missing."""
+    """Return the login token in `folder`, which stays the same so that links stay valid. Create the
+    private folder, and a new token if there is none of at least 32 characters. Errors: ConfigError.
+    """
     from agentgym.private import private_folder, write_private
 
     file = private_folder(folder) / "token"
@@ -116,7 +118,8 @@ def own_token(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _listener(host: str, wanted: int | None) -> Iterator[socket.socket]:
-    """Yield a listening socket. wanted: its port; None: the default port, or any if that is taken.
+    """Yield a listening socket, closed after the block. host: address to listen at. wanted: port;
+    None: the default port, or any if that is taken.
     Errors: ConfigError if no socket can be bound, for example because the port is taken.
     """
     for port in (PORT, 0) if wanted is None else (wanted,):

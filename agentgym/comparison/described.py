@@ -79,7 +79,9 @@ class Column(Section):
 
 
 def _read(layer: Layer, folder: Path) -> Layer:
-    """Return a layer merged over the parameter file that it extends, if any."""
+    """Return a layer, merged over the parameter file that its `extends` names, if any. folder: of
+    relative paths. Errors: ConfigError.
+    """
     base = layer.get("extends")
     if base is None:
         return layer
@@ -162,7 +164,9 @@ class DescribedRow:
 
 
 def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
-    """Yield a row per method and environment. Errors: ConfigError for an undefined name."""
+    """Yield a row per method and environment, or per method if no environments are named.
+    Errors: ConfigError for an undefined name.
+    """
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")

@@ -63,7 +63,7 @@ class CellEvaluation:
 
 def read_judged(cell: Cell, answers: dict[str, Manifest]) -> dict[str, CellEvaluation]:
     """Return the cell's evaluations, by the step whose checkpoint was evaluated.
-    answers: their commits, by step. Errors: as `stored_result`.
+    answers: last commits of these evaluations, by the same steps. Errors: as `stored_result`.
     """
     store = open_store(cell.cfg)
     by_step = {}
@@ -121,7 +121,9 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
 def _intervals(
     values: FloatArray, first: CellEvaluation, confidence: float
 ) -> list[dict[str, Any]]:
-    """Return intervals by budget. values: [budgets, seeds, items]; first: has item families."""
+    """Return intervals by budget as JSON types. values: [budgets, seeds, items]. first: an
+    evaluation of these items, for their families.
+    """
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)

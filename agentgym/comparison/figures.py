@@ -35,7 +35,7 @@ Estimates = Sequence[Mapping[str, Any]]  # mean, low and high
 
 def figures_of_rows(table: Table) -> dict[str, bytes | None]:
     """Return end of the file name -> PNG of a table of recipes and horizons; None: no data.
-    Rows evaluated on validation items are in `_curves` alone, unless there are no others.
+    Only test rows are in the figure of success, unless there are none; `_curves` has all rows.
     """
     # validation rows exist to choose settings; do not compare them with test results
     rows = [row for row in table["rows"] if row["evaluation"]["split"] == "test"] or table["rows"]
@@ -53,7 +53,9 @@ def figures_of_rows(table: Table) -> dict[str, bytes | None]:
 
 
 def sources(table: Table) -> str:
-    """Return the text that names the source of the table's intervals: items, or seeds and items."""
+    """Return the text that names the source of the table's intervals: seeds and items, or items
+    alone if a row or contrast has fewer than FEWEST_SEEDS seeds.
+    """
     counts = [len(row["seeds"]) for row in table["rows"]]
     counts += [
         len(estimate["per_seed"])
@@ -73,9 +75,10 @@ def success_png(
     *,
     alike: bool = False,
 ) -> bytes:
-    """Draw a PNG with a panel per title: each row's success with its interval, seeds and start.
-    by_title: title -> (height, row, name of the number); names, places: rows' names and heights;
-    alike: all panels have the same axis.
+    """Draw a PNG with a panel per title: each row's success with its interval, its seeds and, if it
+    has one, its start.
+    by_title: title -> (height, row, name of the number). names, places: of all rows, their names
+    and heights (0 is the top). caption: text below. alike: all panels have the same axis.
     """
     from matplotlib.ticker import PercentFormatter
 
@@ -142,7 +145,9 @@ def lines_png(
 
 
 def curves_png(table: Table) -> bytes | None:
-    """Draw validation success as PNG, panels by recipe or group and by cost; None without any."""
+    """Draw validation success against the cost of training as PNG: a line of panels per recipe or
+    group, a panel per kind of cost. None if no row has a curve.
+    """
     from matplotlib.ticker import PercentFormatter
 
     lines = _panel_lines(
@@ -187,7 +192,9 @@ def curves_png(table: Table) -> bytes | None:
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
-    """Return title -> rows drawn together: those of one group, of one recipe, or the rest."""
+    """Return title -> rows drawn together: those of one group, else those of one recipe, else the
+    rest. A group of one row has the row's name. Groups are last.
+    """
     lines: dict[str, list[RowJson]] = {}
     for row in rows:
         recipe, group = row["recipe"], row["group"]

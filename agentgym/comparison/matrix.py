@@ -69,7 +69,7 @@ class Cell:
 
     @property
     def start(self) -> str:
-        """Name of the step whose checkpoint its training began with; empty if it trains nothing."""
+        """Step whose checkpoint the cell's training began with; empty if it trains nothing."""
         table = steps_of(self.cfg)
         return next((table[name].checkpoint for name in self.steps if table[name].stage), "")
 
@@ -79,8 +79,8 @@ class Cell:
         return tuple(filter(None, (self.start, self.until))) if self.protocol else ()
 
     def answers(self) -> dict[str, Manifest] | None:
-        """Return the evaluations of the checkpoints in `judged`, by step; None if the cell or one
-        of them is not finished, or its data are not on this machine.
+        """Return the finished evaluations of the checkpoints in `judged`, by step. None if the cell
+        or one of them is not finished, or its data are not on this machine. Errors: ConfigError.
         """
         if not all(folder.is_dir() for folder in self.cfg.data_folders.values()):
             return None
@@ -139,7 +139,7 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
 
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
     """Return the pairs (a, b) of row names of all contrasts. A contrast of two methods, horizons or
-    recipes has a pair per environment, recipe or horizon.
+    recipes has a pair per environment, recipe or horizon, within each group.
     Errors: ConfigError if a contrast names no two rows, or rows that are not evaluated alike.
     """
     first = {cell.row: cell for cell in reversed(cells)}

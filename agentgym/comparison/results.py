@@ -51,7 +51,8 @@ class Checkpoint:
 @dataclass(frozen=True)
 class CellResult:
     """Results of one finished run of a comparison.
-    `after` and `start` map a key of `per_item` to a value per item, NaN if its episodes failed.
+    `after` and `start` map a key of `per_item` to a value per item, NaN if its episodes failed:
+    after training, and for the checkpoint that training began with.
     """
 
     cell: Cell
@@ -83,7 +84,7 @@ class Row:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the row's numbers, greedy first, without pass@1, which equals avg@n."""
+        """Names of the row's numbers, greedy first if it was played; no pass@1: it equals avg@n."""
         judged = self.cells[0].judged
         return judged.keys if judged else [k for k in self.cells[0].after if k != "pass_at_1"]
 
@@ -325,7 +326,7 @@ def _column_json(row: Row) -> dict[str, Any]:
 
 
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
-    """Return axis -> rounded costs, for axes in all `costs`; an earlier version recorded fewer."""
+    """Return axis -> costs rounded to `digits`, for axes in all `costs`; older ones have fewer."""
     return {
         axis: [_round(cost[axis], digits) for cost in costs]
         for axis in AXES
@@ -399,7 +400,9 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
 
 
 def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
-    """Send tables and figures to MLflow, in a run with a child per finished cell. Idempotent."""
+    """Send tables and figures to MLflow, in a run with a child per finished cell. Idempotent.
+    result, rows, files: of `table`, `read_rows` (at least one) and `result_files`.
+    """
     shown = []
     for row in rows:
         names = {"row": row.name, "recipe": row.first.recipe, "horizon": row.first.horizon}

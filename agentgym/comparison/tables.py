@@ -96,7 +96,9 @@ def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _limit(contrast: Mapping[str, Any], average: str) -> str:
-    """Return `ceiling` or `floor`, with ` (greedy)` if only greedy success is there; else ""."""
+    """Return `ceiling` or `floor` if the number `average` is at this limit, followed by ` (greedy)`
+    if only the greedy success is; "" if neither is.
+    """
     limits = contrast.get("limit", {})
     if limits.get(average):
         return str(limits[average])
@@ -269,7 +271,9 @@ def _with_interval(estimate: Mapping[str, Any]) -> str:
 
 
 def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
-    """Return environment -> success at the start; None without one, or if any has several."""
+    """Return environment -> success at the start, as text; None if no row has a start, or rows of
+    one environment have different ones. key: name of the number.
+    """
     starts: dict[str, set[str]] = {}
     for row in rows:
         if "start" in row:
@@ -363,7 +367,9 @@ def table_markdown(table: Table) -> str:
 
 
 def logged_tables(table: Table) -> dict[str, bytes]:
-    """Return tables for MLflow (JSON) by file name: rows, contrasts; an empty one is left out."""
+    """Return tables for MLflow (pandas' JSON, orient split) by file name: rows, contrasts; an empty
+    one is left out.
+    """
     import pandas as pd
 
     rows = [

@@ -53,7 +53,7 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
     (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
     Files outside `evaluations` of the state folder are not checked, and their names state this.
-    Errors: ConfigError.
+    Errors: ConfigError; RecordError for damaged episodes.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
@@ -78,7 +78,9 @@ def _name(result: Result, location: str) -> str:
 
 
 def _of_step(cfg: RunConfig, store: RunStore, word: str) -> Manifest:
-    """Return the run's own newest evaluation of a step. Errors: ConfigError if there is none."""
+    """Return the run's own newest evaluation of a step. word: RUN:STEP or :STEP.
+    Errors: ConfigError if there is none.
+    """
     name = PolicyName.parse(word)
     weights = commit_of(cfg, store, name.name, run=name.of)
     for head in reversed(store.heads(f"evaluate-{name.name}")):
@@ -141,7 +143,9 @@ def _contrast(
 
 
 def overall(verdicts: Sequence[str]) -> str:
-    """Return `better` or `worse` if `verdicts` has only one, `mixed` for both, else `not shown`."""
+    """Return `better` or `worse` if that is the only one in `verdicts`, `mixed` if both are, else
+    `not shown`, which does not count.
+    """
     shown = set(verdicts) - {"not shown"}
     return "mixed" if len(shown) == 2 else next(iter(shown), "not shown")
 
@@ -164,8 +168,9 @@ def _result_json(named: NamedResult, confidence: float) -> dict[str, Any]:
 
 
 def _curves_json(named: NamedResult, env: str, confidence: float) -> dict[str, Any]:
-    """Return `curves`, success against an episode's budget as `curves` computes it, and
-    `no_turns_curve`, why the curve against turns is left out: the policy knew its limit; else "".
+    """Return the keys `curves`, success against an episode's budget as `curves` computes it, and
+    `no_turns_curve`: why the curve against turns is left out (a text shown to the policy names its
+    limit), or "".
     """
     max_turns = horizon_of(named.result, env)
     why = obstacle(_told(named, env), max_turns)
@@ -187,7 +192,7 @@ def horizon_of(result: Result, env: str) -> int:
 
 def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[Curve | None]:
     """Return success against turns, generated tokens and seconds; None for tokens or seconds if
-    nothing succeeded or they are unknown; an empty list if no sample counts.
+    nothing succeeded or those of a success are unknown; an empty list if no sample counts.
     """
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
@@ -298,7 +303,7 @@ def files(versus: Json) -> dict[str, bytes]:
 
 
 def differences_png(versus: Json) -> bytes:
-    """Draw differences with intervals as PNG; a gray bar covers those too small to be shown."""
+    """Draw differences with intervals as PNG; a gray bar covers those too small to be detected."""
     rows = [
         (f"{contrast['after']}\n{env}", row)
         for contrast in versus["contrasts"]

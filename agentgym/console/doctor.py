@@ -82,7 +82,7 @@ def _profiles(folder: Path = Path("profiles/small")) -> Finding:
 
 def _aliases(cfg: RunConfig) -> list[Finding]:
     """Return a WRONG finding for each alias at a version that the gate's rules do not allow there.
-    If there is none, return one finding that is ok; if MLflow cannot be reached, one that is not.
+    Return one that is ok if there is no such alias, one that is not if MLflow cannot be reached.
     """
     from agentgym.audit.decisions import misplaced_aliases
     from agentgym.tracking.reaching import LedgerUnavailable
@@ -97,7 +97,9 @@ def _aliases(cfg: RunConfig) -> list[Finding]:
 
 
 def _kubernetes(cfg: RunConfig) -> Finding:
-    """Return the finding about the cluster, which is contacted only if the run needs one."""
+    """Return the finding about the cluster: ok if it has what the run's fleets need, or if the run
+    needs none. Only a cluster that the run needs is contacted.
+    """
     from agentgym.deploy.kube.calls import KubeError, Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
 
@@ -136,7 +138,7 @@ def _vllm(cfg: RunConfig) -> Finding:
 
 def _environments(served: set[str]) -> list[Finding]:
     """Return one finding per environment that `envs list` prints; only its error if that fails.
-    served: names of the environments that the run starts.
+    served: names of the environments that the run starts. Errors: TimeoutExpired.
     """
     listing = subprocess.run(
         [sys.executable, "-m", "envs", "list"],

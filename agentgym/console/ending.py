@@ -53,5 +53,7 @@ def _reader_is_gone() -> bool:
 
 
 def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
-    """Print text from an untrusted source, with its control characters escaped."""
+    """Print text from an untrusted source, with its control characters escaped.
+    file: None: standard output.
+    """
     print(plain(str(text)), file=file or sys.stdout, end=end)

@@ -50,14 +50,16 @@ class Bars:
             self._bars.stop()
 
     def start(self, what: str, total: int) -> None:
-        """Start a bar of `total` units with the label `what`."""
+        """Start a bar of `total` units, labeled `what`; without a terminal nothing is shown."""
         self._what, self._note, self._total = what, "", total
         self._count, self._said_at = 0, time.monotonic()
         if self._console.is_terminal:
             self._task = self._bars.add_task(what, total=total, note="")
 
     def advance(self, count: int = 1, note: str = "") -> None:
-        """Advance the bar; an empty note keeps the last. Without a terminal: a line every 20 s."""
+        """Advance the bar; an empty note keeps the last one. Without a terminal: print a line with
+        the count and this note, at most one in 20 s.
+        """
         self._count += count
         if self._task is not None:
             self._note = note or self._note
