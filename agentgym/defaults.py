@@ -68,7 +68,7 @@ def set_process_defaults(state_dir: Path = Path(".agentgym")) -> None:
 
 
 def _bypass_proxies() -> None:
-    """Add loopback to NO_PROXY, in both spellings: a proxy cannot reach servers on this machine."""
+    """Add loopback, which no proxy reaches, to NO_PROXY and no_proxy unless they list `*`."""
     listed = os.environ.get("no_proxy", os.environ.get("NO_PROXY", "")).split(",")
     hosts = [host.strip() for host in listed if host.strip()]
     if "*" not in hosts:

@@ -77,7 +77,6 @@ def claim_state() -> None:
 
 def private_state(path: Path) -> Path:
     """Make the configured state folder of a run private, see `private_folder`. Result: `path`.
-
     An existing folder that is not named .agentgym and has files of other uses is left as it is.
     Errors: ConfigError, also if everybody can write in such a folder.
     """

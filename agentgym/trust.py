@@ -130,9 +130,7 @@ _OUTWARD: Mapping[str, Mapping[str, str]] = {
 
 
 def outward(env: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that can make an environment read a file or a variable, or call an
-    address.
-
+    """Return the options that can make an environment read a file or variable, or call an address.
     env: the environment's name. For an environment of another package these are all its options.
     """
     if env not in _OUTWARD:

@@ -131,7 +131,7 @@ class EngineUsage:
 
     @property
     def total_s(self) -> float:
-        """Engine seconds: two engines count twice the elapsed time."""
+        """Measured engine seconds: two engines count twice the elapsed time."""
         return sum(self.depth_s.values())
 
     @property

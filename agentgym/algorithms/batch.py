@@ -127,8 +127,7 @@ def why_not(
 
     All learning code uses this function. Excluded are episodes whose status is not valid and those
     without an action; with truncated "mask" also episodes cut by horizon, context or simulator.
-    signal: also exclude all episodes of an item whose rewards here are equal: they carry no signal
-    (DAPO, arXiv:2503.14476).
+    signal: also exclude all episodes of an item whose rewards are equal (DAPO, arXiv:2503.14476).
     """
     telling = _telling(trajectories) if signal else set()
 

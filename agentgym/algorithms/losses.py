@@ -94,7 +94,7 @@ def sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
 
 
 def _sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
-    """Sum of the values of each sequence: [R]."""
+    """Sum of the values of each sequence: [R]. sequence: [n] int64, 0 .. R - 1."""
     return values.new_zeros(int(sequence.max()) + 1).index_add(0, sequence, values)
 
 

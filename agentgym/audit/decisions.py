@@ -324,8 +324,9 @@ def check_judged(
     draws: tuple[int | None, int | None, int],
     checks: Mapping[str, Checks],
 ) -> None:
-    """Check the evaluations by the gate's protocol that a decision names. Their episodes are played
-    again on new servers; runs' own evaluations are left out.
+    """Check the evaluations by the gate's protocol that a decision names: digest and settings,
+    their episodes played again on new servers, tokens, log-probabilities and draws. Runs' own
+    evaluations are left out; the last three are skipped if the weights are not in this store.
 
     draws: (episodes to play again, episodes to score again, seed), as in `audit`.
     checks: receive the results, by the names in CHECKS.

@@ -133,10 +133,9 @@ def _play_again(
 def _played(
     cfg: RunConfig, checkpoint: Checkpoint, version: int, seed: int, episodes: Sequence[Trajectory]
 ) -> list[tuple[Trajectory, Trajectory]]:
-    """Play episodes again, once each, on new servers, with the weights of `checkpoint` and the same
-    random numbers.
+    """Play episodes once more on new servers, with the same weights and the same random numbers.
 
-    version: number of these weights. seed: of the random numbers.
+    checkpoint, version: the weights and their number. seed: of the random numbers.
     Result: pairs (logged episode, episode as it ends now).
     """
     pairs = []

@@ -118,7 +118,7 @@ class Checks:
 
     @contextmanager
     def guard(self, where: str) -> Iterator[None]:
-        """Suppress an exception of UNREADABLE in the block, and record it as a failure."""
+        """Suppress an exception of UNREADABLE in the block; record it as a failure at `where`."""
         try:
             yield
         except UNREADABLE as error:

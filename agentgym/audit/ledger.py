@@ -65,7 +65,6 @@ def check_ledger(
 def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
     """Return True if an unfinished run has delivered a step to MLflow: one of its child runs
     (`children`) has the step's key, or the local delivery mark exists.
-
     A finished step that the run shares with another run is delivered only when the run reaches it.
     """
     if delivery_mark(cfg, run_key, record.name, record.key).exists():
@@ -113,10 +112,7 @@ def _check_points(
 
 
 def existing_ledger(cfg: RunConfig) -> Tracker | None:
-    """Return the MLflow tracker; None if its database or the experiment is missing.
-
-    Neither is created.
-    """
+    """Return the MLflow tracker; None without its database or experiment: none is created."""
     uri = cfg.tracking_uri
     if uri.startswith("sqlite:") and not Path(uri.removeprefix("sqlite:///")).is_file():
         return None
@@ -133,7 +129,9 @@ def runs_with(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
 
 
 def all_pages(search: Callable[[str | None], Any]) -> Iterator[Any]:
-    """Yield the results of an MLflow search from all pages. search: token of a page -> the page."""
+    """Yield the results of an MLflow search from all pages.
+    search: token of a page (None: the first) -> the page.
+    """
     token = None
     while True:
         page = search(token)

@@ -59,7 +59,6 @@ def check_records(
 
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:
     """Compare the pointer of this step with its commits; differences are failures.
-
     Result: OWN for this run's; one of OTHERS for another run's, which is not compared; None if
     there is no pointer, or if it is unreadable, which is a failure.
     """

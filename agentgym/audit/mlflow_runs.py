@@ -138,7 +138,6 @@ def _check_parent_run(
     checks: Checks,
 ) -> None:
     """Check tags, parameters and files of the pipeline's MLflow run, and its status if it ended.
-
     key: the run's key. steps: those that have an MLflow run of their own.
     """
     where = "parent run"
@@ -247,8 +246,7 @@ def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Ch
 def _check_model(
     store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
 ) -> None:
-    """Check the logged model of an evaluated checkpoint and its metrics; do nothing for other
-    steps.
+    """Check the logged model of an evaluated checkpoint and its metrics; skip other steps.
     run_id: the step's MLflow run.
     """
     final = record.final
@@ -296,7 +294,6 @@ def _check_traces(
     checks: Checks,
 ) -> None:
     """Check that each trace of the MLflow run `run_id` shows a committed episode unchanged.
-
     If the run has traces, those of all episodes that `drawn` chooses must be there.
     """
     assert record.final is not None

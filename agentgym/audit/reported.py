@@ -65,10 +65,8 @@ Results = dict[str, Result]  # evaluation step -> computed from its episodes
 def read_splits(
     cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
 ) -> Splits | None:
-    """Return the run's recorded splits, and compare them with the data files. With imported
-    trajectories, compare these as well.
-
-    None if no splits are recorded, or if they cannot be read.
+    """Return the run's recorded splits; compare them, and imported trajectories, with the data
+    files. None if no splits are recorded, or if they cannot be read.
     Errors: ConfigError for invalid data; LookupError or ValueError for unreadable trajectories.
     """
     prepare = final_of(steps, Kind.PREPARE)

@@ -242,7 +242,6 @@ class _Judge:
         self, chunk: Sequence[tuple[str, Trajectory]], version: int
     ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
         """Yield (place, episode, turns that `version` sampled) for each episode.
-
         In half precision, an episode with a token beyond a hard bound is computed again in float32,
         because the audit rounds as much as the engine.
         """

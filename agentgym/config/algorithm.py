@@ -297,7 +297,9 @@ FAMILIES: dict[str, type[AlgorithmConfig]] = {
 
 
 def family_of(recipe: str) -> type[AlgorithmConfig]:
-    """Return the class of a recipe's settings. Errors: ValueError for an unknown recipe."""
+    """Return the class of a recipe's settings. Errors: ValueError for an unknown recipe; for one of
+    another package also those of its import.
+    """
     if not isinstance(recipe, str):
         raise ValueError(f"algorithm.recipe: expected a name such as grpo, got {recipe!r:.80}")
     return cast(type[AlgorithmConfig], named(FAMILIES, recipe_of(recipe).settings))

@@ -115,7 +115,7 @@ class Setting:
 
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
-    """Yield every setting, section by section. Those of a recipe have that recipe's defaults."""
+    """Yield every setting, section by section. The defaults are those of the configured recipe."""
     algorithm = algorithm_config(cfg.algorithm.recipe).model_copy(update={"recipe": DEFAULT_RECIPE})
     yield from _settings(cfg, RunConfig().model_copy(update={"algorithm": algorithm}), ())
 
@@ -214,8 +214,8 @@ def _check_size(tree: Any, path: Path | str) -> None:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `base` with the values of `over`, section by section; lists and env.options
-    are replaced whole.
+    """Return a copy of `base` with the values of `over`, section by section; lists and each
+    `options` are replaced whole.
 
     Settings of `base` that were chosen for another recipe or kind of model are left out. Values
     that need no merging are shared with the result, not copied.

@@ -46,7 +46,7 @@ class RegistryConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """Refuse `latest` and v1, v2, ..., which MLflow reserves."""
+        """Raise ValueError for the aliases `latest` and v1, v2, ..., which MLflow reserves."""
         if self.alias == "latest" or re.fullmatch(r"[vV]\d+", self.alias):
             raise ValueError(
                 f"registry.alias {self.alias!r} has a meaning of its own in MLflow; name another"

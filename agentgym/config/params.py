@@ -256,7 +256,9 @@ class RunConfig(Section):
 
     @property
     def adapts_warm_start(self) -> bool:
-        """True if the warm start trains an adapter; on random weights it trains all weights."""
+        """True if the warm start trains an adapter: with `lora.rank` > 0 and a pretrained model. On
+        random weights it trains all weights.
+        """
         return self.model.source == "hub" and self.lora.rank > 0
 
     @property
@@ -311,12 +313,12 @@ class RunConfig(Section):
 
     @property
     def experiment(self) -> str:
-        """Name of MLflow's experiment, derived unless a name was set."""
+        """Name of MLflow's experiment; if none was set, derived from the environments."""
         return self.tracking.experiment or self._rule_name
 
     @property
     def registered_model(self) -> str:
-        """Name of the registered model, derived unless a name was set."""
+        """Name of the registered model; if none was set, derived from the environments."""
         return self.registry.model_name or self._rule_name
 
     @property
@@ -339,7 +341,9 @@ class RunConfig(Section):
 
 
 def is_elsewhere(cfg: RunConfig) -> bool:
-    """Return True if steps compute on machines that do not have this machine's paths."""
+    """Return True if steps compute on machines that do not have this machine's paths: with compute
+    kuberay, and with ray-job on another machine without `ray.shared_paths`.
+    """
     if cfg.compute == "kuberay":
         return True
     return cfg.compute == "ray-job" and not (cfg.ray.shared_paths or is_here(cfg.ray.address))

@@ -42,9 +42,9 @@ RELEVANT = ("kind", "max_turns", "stage_steps")  # settings that bound the turns
 
 def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
     """Return the defaults of a pretrained model, by dotted path.
-
     tree: a mapping shaped like params.yaml. The defaults depend on its environments, horizons,
-    action format and lora; invalid values are left for the validation to name.
+    action format and lora; invalid values are left for the validation to name. With invalid turns
+    there is no default of `model.context_tokens`.
     """
     mix = tree.get("mix")
     others = mix if isinstance(mix, (list, tuple)) else ()
@@ -95,7 +95,9 @@ def defaults(tree: Mapping[str, Any]) -> dict[str, Default]:
 
 
 def with_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the tree in which missing settings have a pretrained model's defaults."""
+    """Return a copy of the tree in which missing settings have a pretrained model's defaults. A
+    section that is no mapping stays as it is.
+    """
     result = dict(tree)
     for path, default in defaults(tree).items():
         *sections, name = path.split(".")

@@ -22,8 +22,8 @@ class ConfigError(ValueError):
 def unknown_key(
     sections: Sequence[str], name: str, known: Collection[str], sought: str = ""
 ) -> str:
-    """Return the error text for an unknown key.
-    sections: path to the key. known: valid names. sought: the key's likely name today.
+    """Return the error text for an unknown key, with the valid name that is most like it, if any.
+    sections: path to the key. known: valid names. sought: new name of a renamed key, if known.
     """
     near = difflib.get_close_matches(sought or name, known, n=1, cutoff=0.6)
     hint = (

@@ -387,9 +387,10 @@ class ValidationConfig(Section):
 
 
 def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
-    """Return an environment from a stored record, with settings safe to start it here: servers and
-    limits are those of the same environment in the owner's configuration, else the defaults.
+    """Return an environment from a stored record, with settings safe to start it here.
 
+    Options, dialect and weight are the record's. Servers and limits are those of the environment in
+    the owner's configuration that has the same name, options and dialect, else the defaults.
     owner_envs: the environments of the owner's configuration.
     Errors: ConfigError if an option names an address, a path or a variable that the owner's
     configuration does not have.
@@ -410,6 +411,6 @@ def owned_env(env: EnvConfig, owner_envs: Sequence[EnvConfig]) -> EnvConfig:
 
 
 def asked_of(env: EnvConfig) -> str:
-    """Return the addresses, paths and variables in an environment's options, as text."""
+    """Return an environment's options that name an address, path or variable, with values."""
     values = outward(env.name, env.options)
     return ", ".join(f"{name} {json.dumps(value)}" for name, value in values.items())
