@@ -105,8 +105,8 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
 
 
 async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes,
-    and nothing is raised; any other error cancels them and is raised.
+    """Run all workers. If one raises EvaluationStopped, wait for the others, which stop after their
+    current episodes, and raise nothing; any other error cancels them and is raised.
     """
     tasks = [asyncio.create_task(worker) for worker in workers]
     try:

@@ -45,7 +45,7 @@ ENGINE_PACKAGES = {"torch": ("torch", "transformers"), "vllm": ("vllm", "torch",
 
 
 class PolicyKind(StrEnum):
-    """Kind of policy."""
+    """Kinds of policies that can be evaluated."""
 
     EXPERT = "expert"
     RANDOM = "random"
