@@ -97,6 +97,7 @@ class LocalLearner:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights for engines by name, whole and detached: with the adapter merged, or
         only its matrices if `adapter.alone`. They may share memory with the learner's weights.
+        All ranks must call it.
         """
         return dict(self._published())
 
@@ -212,7 +213,9 @@ class LocalLearner:
         return replace(experience, reference=None) if in_reward else experience
 
     def _merges(self, algorithm: PolicyGradientConfig, step: int) -> bool:
-        """Return True if the log-probabilities before the only update can come from its forward."""
+        """Return True if the log-probabilities before the only update can come from its forward:
+        with shared prefixes, one epoch of one minibatch, and no critic warmup.
+        """
         is_only = algorithm.epochs == algorithm.minibatches == 1
         return self._settings.share_prefixes and is_only and not _is_warming(algorithm, step)
 

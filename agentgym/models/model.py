@@ -301,7 +301,7 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Write a tokenizer's files, all or none. Errors: ValueError for a file no tokenizer has."""
+    """Write a tokenizer's files; none, but raise ValueError, if no tokenizer has one of them."""
     for name in files:
         if name not in TOKENIZER_NAMES:
             raise ValueError(
@@ -356,7 +356,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter by `change(tensor)`, in place; one of several layers stays shared."""
+    """Replace each parameter by `change(tensor)`, in place; a shared parameter stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):

@@ -34,8 +34,9 @@ class Pages:
     """Renderer of the viewer's page templates, for a running server or for a bundle of files."""
 
     def __init__(self, links: object, *, is_live: bool) -> None:
-        """links: an object with a method for each kind of page, which returns the page's address,
-        or "" if there is no page. is_live: a running server has the pages; false: a bundle.
+        """Set the variables of all pages. links: has a method for each kind of page, which returns
+        its address, or "" if there is no page. is_live: the pages are a running server's; false:
+        a bundle's.
         """
         self._everywhere = {"link": links, "live": is_live}
 
