@@ -24,7 +24,9 @@ TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 
 
 def load_data(cfg: RunConfig) -> Splits:
-    """Return the run's items. Errors: DataError for faulty lists, ConfigError for too few items."""
+    """Return the items of the run's environments, mixed by their weights (see `mix_splits`).
+    Errors: DataError for faulty lists, ConfigError for too few items.
+    """
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     algorithm = cfg.algorithm
     if isinstance(algorithm, ExplorationConfig) and algorithm.num_items > len(splits.train) // 3:

@@ -301,7 +301,9 @@ class _Epochs:
         return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Return the epoch's item indices, the first third without the last epoch's last third."""
+        """Return the epoch's order of item indices. Its first third has none of the previous
+        epoch's last third.
+        """
         order = self._shuffle(epoch)
         if epoch == 0:
             return order

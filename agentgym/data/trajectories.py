@@ -158,7 +158,8 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
     """Return the trajectories of train items in `folder`, for each environment of `splits`.
     Those of validation items are left out.
 
-    Errors: DataError if a file is missing, a run cannot learn from a row, or no trajectory is left.
+    Errors: DataError if a file is missing, a run cannot learn from a row, or none of an environment
+    is left.
     """
     result: list[Recorded] = []
     for env, part in splits.items():

@@ -96,7 +96,8 @@ def keep(cfg: RunConfig, env: EnvConfig) -> KeptServer:
     """Return the environment's kept server, which outlives runs; start it if none runs.
 
     Errors: ConfigError if the running one does not fit this run, or if the environment refuses its
-    options; RuntimeError with the end of its log if it is not ready within env.start_timeout_s.
+    options; RuntimeError with the end of its log if it ends, or is not ready within
+    env.start_timeout_s (it is then ended).
     """
     existing = kept_for(cfg, env)
     if existing is not None:

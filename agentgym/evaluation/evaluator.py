@@ -267,7 +267,9 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play each missing slot once and commit it. Return why it stopped early; empty: it did not."""
+    """Play each missing slot, a failed attempt again within the protocol's max_attempts, and commit
+    it. Return the reason if it stopped early, else "".
+    """
 
     async def playing() -> str:
         spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())

@@ -60,7 +60,7 @@ class Version:
         return final if final is not None and final.digest == evaluation["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
-        """Return True for the same checkpoint, or the same number if one has none; else False."""
+        """Return True for equal checkpoints or, if one is empty, equal numbers; else False."""
         if other is None:
             return False
         if self.checkpoint and other.checkpoint:

@@ -299,8 +299,8 @@ def _json(interval: Interval | None) -> dict[str, Any] | None:
 
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Success of slots that needed another attempt, compared with the others (Fisher's exact test).
-    If it `differs`, the failures did not fall on random episodes. `p_value` is None, for no test,
-    without others or with fewer than FEWEST_RETRIED.
+    If it `differs`, the failures did not fall on random episodes. Without others, or with fewer
+    than FEWEST_RETRIED, nothing is tested and `p_value` is None.
     """
     retried = [slot.success for slot in counted if slot.failed]
     first_tries = [slot.success for slot in counted if not slot.failed]

@@ -60,7 +60,8 @@ class Table:
 
 
 async def play(table: Table, ledger: Ledger) -> None:
-    """Play each missing slot once and commit all that was played, also on an error.
+    """Play each missing slot, a failed attempt again within the protocol's max_attempts. Commit all
+    that was played, also on an error.
     Errors: EvaluationStopped if the policy stopped or too many failed; Fenced, StoreFull.
     """
     try:

@@ -201,8 +201,8 @@ def weights_contender(
 
 
 def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
-    """Return a commit's weights as a policy. Errors: ConfigError if the model's context is shorter
-    than model.context_tokens.
+    """Return a commit's weights as a policy. Errors: those of `load_checkpoint`; ConfigError if the
+    model's context is shorter than model.context_tokens.
     """
     from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest

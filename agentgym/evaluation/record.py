@@ -71,8 +71,8 @@ class Ledger:
         protocol: EvaluationProtocol,
         plan: Plan,
     ) -> Ledger:
-        """Return the ledger as the `earlier` commits left it, with the identity of their plan; if
-        there are none, commit `plan`. make_commit: see the field.
+        """Return the ledger as the `earlier` commits left it, with identity and `about` of their
+        plan; if there are none, commit `plan`. make_commit: see the field.
         """
         ledger = cls(
             make_commit,

@@ -382,7 +382,7 @@ class LocalLearner:
         return_memory()
 
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities. Errors: ValueError without a reference."""
+        """Return [N] log-probabilities under the reference. Errors: ValueError without one."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:

@@ -228,7 +228,8 @@ def listed(ids: int | list[int] | None) -> list[int]:
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model with weights drawn from the global generator and with `RAGGED` attention.
+    """Make a model with weights drawn from the global generator, with `RAGGED` attention and with
+    linear layers as by `widen_linear_layers`.
     Errors: ConfigError if its attention does not use transformers' interface.
     """
     from transformers import AutoModelForCausalLM

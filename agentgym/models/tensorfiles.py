@@ -411,7 +411,9 @@ def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def digest_of(manifest: Manifest, name: str) -> str:
-    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests."""
+    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests.
+    Errors: as `files_of`.
+    """
     blobs = [manifest.blobs[file] for file in files_of(manifest, name)]
     if len(blobs) == 1:
         return blobs[0].digest

@@ -133,13 +133,13 @@ def points(difference: float) -> str:
 
 
 def estimate(row: Mapping[str, float]) -> str:
-    """Format a share in percent with its interval: `50.0 [40.0, 60.0]`."""
+    """Format a share (row: `mean`, `low`, `high`) in percent: `50.0 [40.0, 60.0]`."""
     mean, low, high = (percent(row[part], "") for part in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
 
 def gain(row: Mapping[str, float]) -> str:
-    """Format a difference in points with its interval: `+2.0 [−1.0, +5.0]`."""
+    """Format a difference (row: `mean`, `low`, `high`) in points: `+2.0 [−1.0, +5.0]`."""
     return f"{points(row['mean'])} [{points(row['low'])}, {points(row['high'])}]"
 
 

@@ -96,7 +96,7 @@ def give_token(kube: Kube, group: Group, name: str) -> None:
 
     A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
     Secrets, and do nothing else with them.
-    The Secret of a kept fleet is shared, and stays the same.
+    The Secret of a fleet that outlives runs is shared, and stays the same.
     Errors: ConfigError, KubeError.
     """
     secret = {
