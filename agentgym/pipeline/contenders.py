@@ -69,8 +69,8 @@ def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequ
     """Return a policy ready to play; its model may be downloaded.
 
     If the request names no protocol, a model that was not trained here gets the rules, enough
-    tokens to answer and, in the engine `torch`, fewer episodes at a time for the same memory.
-    Errors: ConfigError.
+    tokens to answer and, in the engine `torch`, fewer episodes at a time for the same memory,
+    unless the request sets these. Errors: ConfigError.
     """
     playing = playing_config(run, protocol, request.engine)
     contender = contender_of(run, playing, request)
@@ -193,7 +193,9 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
 
 
 def _model_folder(name: PolicyName) -> Path:
-    """Return a local folder, or download a repository from the Hub. Errors: ConfigError."""
+    """Return the policy's folder; if there is none of its name, download the weights and texts of
+    that repository from the Hub. Errors: ConfigError.
+    """
     if Path(name.name).is_dir():
         return Path(name.name)
     from huggingface_hub import snapshot_download

@@ -206,7 +206,8 @@ def pointer(cfg: RunConfig, outcome: Outcome) -> str:
 
 
 def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
-    """Verify what the pointers in `folder` name, deliver it to MLflow and keep the configuration.
+    """Verify what the pointers in `folder` name, deliver it to MLflow, and write the run's
+    configuration into the store.
 
     Result: step -> digest. Errors: ConfigError if the store lacks some of it, with the ways to get
     it; DigestMismatch, BlobMissing, LedgerUnavailable.

@@ -89,8 +89,8 @@ def evaluate_policy(
 ) -> Evaluated:
     """Play the missing episodes of an evaluation, score them and store the result.
 
-    A finished evaluation is returned from the store, and an interrupted one is resumed. In any case
-    its files are written to the state folder, and its numbers to MLflow if that can be reached.
+    A finished evaluation is returned from the store, and an interrupted one is resumed. Its files
+    are then written to the state folder, and its numbers to MLflow if that can be reached.
     tell: called before the first turn with the prompt settings of a model not trained here.
     Errors: ConfigError before the first turn; LeaseHeld if another process runs the evaluation.
     """

@@ -109,7 +109,9 @@ def _evidence(
 
 
 def force(cfg: RunConfig, number: str, why: str) -> Entry:
-    """Move the alias without the gate and record a person's reason. Errors: ConfigError."""
+    """Move the alias without the gate and record a person's reason.
+    Errors: ConfigError, also without a reason.
+    """
     if not why.strip():
         raise ConfigError("--force needs --why: the history records why the gate was passed over")
     with reaching(cfg.tracking_uri):
@@ -133,6 +135,7 @@ def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
 
 def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
     """Compare the files of the version that has the alias with those that were registered.
+    now: from `standing`.
 
     Result: (True if they were changed or are gone, a line to print); (False, "") without a version.
     """
