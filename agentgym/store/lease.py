@@ -303,7 +303,9 @@ class Folder(Protocol):
     place: str  # path or URL, for messages
 
     def commits(self) -> dict[int, str]:
-        """Return seq of each commit's first manifest -> name of its file, in order."""
+        """Return seq of each commit's first manifest -> name of its file, in order; {} if collected
+        or there is no folder.
+        """
 
     def read(self, name: str) -> bytes: ...
 
@@ -338,7 +340,9 @@ class Folder(Protocol):
         """Return True if there is a file of a manifest or blob, even one of no commit."""
 
     def tenure(self, ttl_s: float) -> Tenure | None:
-        """Return the last tenure of the step's lease; None if no process ever held it."""
+        """Return the last tenure of the step's lease; None if no process ever held it.
+        ttl_s: see `Holder.is_alive`.
+        """
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         """Take the step's lease; `what` names the step in messages, `parents` the manifests it

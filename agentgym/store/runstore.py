@@ -64,7 +64,7 @@ class RunStore:
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
-        """Return the head if the step is done, else None."""
+        """Return the `head` if the step is done, else None. Errors: those of `head`."""
         head = self.head(step, key)
         return head if head is not None and head.done else None
 
@@ -193,7 +193,7 @@ class RunStore:
             lease.collect()
 
     def finish_collecting(self) -> int:
-        """Finish every killed `collect`, except of leased steps. Return the number of steps."""
+        """Finish every killed `collect`, except of leased steps. Return the number finished."""
         count = 0
         for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
             folder = self._backend.folder(match.string)

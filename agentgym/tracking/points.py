@@ -28,7 +28,7 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """Error for data that MLflow cannot accept, or for an experiment that was deleted."""
+    """Error for data that MLflow cannot accept, damaged metrics, or a deleted experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,7 @@ Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """Error that ends a run after a commit because of an alarm whose setting is `stop`."""
+    """Error that ends a run because of an alarm whose setting is `stop`; its commits stay valid."""
 
 
 @dataclass(frozen=True, slots=True)
