@@ -281,7 +281,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """Return label -> environment to play on: configured, of stored runs, and each published one.
+    """Return label -> environment to play on: configured ones, those of stored runs that
+    `Servers.known` accepts, and each name in PUBLISHED_COUNTS with default options.
     withheld: list to which the reasons are added why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld

@@ -79,6 +79,7 @@ class Refresher:
         on_count: Callable[[int], None],
     ) -> None:
         """Index a step's new commits, or all if it was replaced; record errors as problems.
+        If it has no commits left, remove its episodes. The transaction commits per BATCH episodes.
         mark: from `RunStore.marks`. known: the step's row, None if new. refreshed: its counts grow.
         """
         match = FOLDER.fullmatch(folder)
@@ -219,8 +220,8 @@ def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, m
 def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
     """Remove a step's episodes, commits and problems. Return the number of episodes.
 
-    gone: stored as the step's state. The words stay in the search table, but no search finds them,
-    because row ids are never reused.
+    gone: stored as the step's state: "gone", "collected" (by gc) or "" (in the store).
+    The words stay in the search table, but no search finds them: row ids are never reused.
     """
     dropped = connection.execute("DELETE FROM episodes WHERE step_id = ?", (step_id,)).rowcount
     for table in ("commits", "problems"):

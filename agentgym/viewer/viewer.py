@@ -146,13 +146,17 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close replays, after the one under way, servers and index, as the end of `with` does."""
+        """Wait for the replay under way, then close replays, servers and index.
+        The end of `with` calls it.
+        """
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
-        """Refresh the index and end idle servers until the viewer ends; errors go to `failure`."""
+        """Refresh the index (if another process writes it, only the leases) and end idle servers,
+        again and again until the viewer ends. Errors go to `failure` and the log.
+        """
         pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:
