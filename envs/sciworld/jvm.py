@@ -138,8 +138,8 @@ class Line:
             answer += part
 
     def close(self) -> None:
-        """Close the pipes, unless a call is running: that call notices that the process is gone,
-        and closes them.
+        """Close the pipes, unless a call is running: that call fails because the process is gone,
+        and its handler in `Jvm` calls `close` again.
         """
         if self._lock.acquire(blocking=False):
             self._requests.close()
