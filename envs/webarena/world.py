@@ -98,8 +98,9 @@ class Episode:
     def step(self, action: str) -> StepResult:
         """Execute the action in the policy's reply; `stop` judges the outcome and ends the task.
 
-        Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed and HelperFailed
-        if there is no verdict.
+        A reply without a valid action gets the reason as observation; after the end, do nothing.
+        Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed, HelperFailed and
+        playwright's Error if there is no verdict.
         """
         read = self._read_action(action)
         if isinstance(read, StepResult):
@@ -348,7 +349,8 @@ class Episode:
 
 class FinalPage:
     """The browser page that is open when an episode ends. Evaluators read its URL and content, run
-    scripts in it, and open other URLs. Each request to the browser has a deadline, STEP_S.
+    scripts in it, and open other URLs. A request to the browser that takes STEP_S seconds raises
+    TimeoutError, one to a dead browser or page BrowserLost.
     """
 
     def __init__(self, episode: Episode) -> None:
