@@ -69,7 +69,9 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
-        """Return one text of a turn in full, as plain text; turn 0: the first observation."""
+        """Return one text of a turn in full, as plain text; turn 0: the first observation.
+        part: see PARTS. Errors: 404 for another part or turn.
+        """
         record = viewer.bodies.find(address_in(address)).episode
         if (
             part not in PARTS

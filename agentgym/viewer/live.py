@@ -185,7 +185,9 @@ class Room:
         await self._look(game)
 
     async def _look(self, game: Game) -> None:
-        """Set `game.hints`: for a person the possible actions if the environment lists them."""
+        """Set `game.hints`: up to 200 possible actions if a person plays and the environment lists
+        them; else, or if listing them fails with EnvError, none.
+        """
         game.hints = []
         if game.by_hand and not game.over and hasattr(game.session, "hints"):
             with contextlib.suppress(EnvError):

@@ -51,7 +51,9 @@ class Query:
 
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> Self:
-        """Parse an address's names and values; unknown names are ignored. Errors: BadQuery."""
+        """Parse an address's names and values; unknown names are ignored.
+        Errors: BadQuery for a bad range, sort key, `after` or `before`, or a value too long.
+        """
         facets: dict[str, tuple[str, ...]] = {}
         single: dict[str, str] = {}
         for name, value in parameters:
@@ -111,7 +113,9 @@ class Query:
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """Return the first page sorted by `sort`, largest first; reversed if that is its order."""
+        """Return the first page sorted by `sort`, largest first; if that is its order already,
+        smallest first.
+        """
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:

@@ -38,7 +38,9 @@ class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store. delivered: returns MLflow's runs, which name runs."""
+        """Connect an index with its store.
+        delivered: returns the key of each MLflow run -> its (step, step's key); see `_name_of`.
+        """
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:

@@ -198,7 +198,9 @@ class Replays:
             self._make()
 
     def find(self, entry: IndexedEpisode) -> Replay | None:
-        """Return an episode's stored replay; None if it was not replayed yet."""
+        """Return an episode's stored replay. None if there is none with the environment's present
+        code, or it was removed as one of the oldest.
+        """
         with contextlib.closing(self._connect()) as connection:
             row = connection.execute(
                 "SELECT said, agrees FROM replays WHERE key = ?", (_key(entry),)
@@ -227,7 +229,9 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: IndexedEpisode) -> Replay:
-        """Return an episode's replay; make it if none is stored. Errors: TimeoutError (10 min)."""
+        """Return an episode's replay; if none is stored, make it and wait for it.
+        Errors: TimeoutError after 2 * LIMIT_S seconds.
+        """
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)

@@ -93,7 +93,9 @@ class Viewer:
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
     def why_stopped(self, run: str) -> str | None:
-        """Return the reason why no process works on this run; None if one does."""
+        """Return the reason why no process works on a run; None if one does, by `tenures`.
+        run: its name in the index.
+        """
         rows = self.index.reader.execute(
             "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
             " WHERE run = ? ORDER BY created",
