@@ -108,7 +108,9 @@ def prefect(host: str, port: int) -> int:
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """Write the logins, then replace this process with MLflow's server. Errors: ConfigError."""
+    """Write the administrator's login to a new temporary folder, create or update the rollout user
+    if one is set, then replace this process with MLflow's server. Errors: ConfigError for a login.
+    """
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)

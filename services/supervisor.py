@@ -165,7 +165,9 @@ class Service:
 
 
 def server_environment(address: str, login: str) -> dict[str, str]:
-    """Return variables for our Prefect server: login, allowed origin, fewer log lines."""
+    """Return variables for our Prefect server: login, allowed origin, fewer log lines.
+    address: the server's, `http://host:port`. login: `user:password`.
+    """
     return {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address,
@@ -176,7 +178,9 @@ def server_environment(address: str, login: str) -> dict[str, str]:
 def _parts(
     state: Path, me: Services, env: dict[str, str], sockets: Mapping[str, socket.socket]
 ) -> dict[str, Service]:
-    """Return the services by name, not started yet. env: of the Prefect server and its clients."""
+    """Return the services by name, not started yet. me: their addresses and login.
+    env: of the Prefect server and its clients. sockets: by service, bound.
+    """
     prefect_env = {
         **server_environment(me.prefect, me.login),
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),

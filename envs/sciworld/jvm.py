@@ -226,7 +226,7 @@ class Jvm:
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
     ) -> list[str]:
-        """Carry out an operation in a slot and return its answer, a list of texts.
+        """Carry out an operation (a letter, see `java/Slots.java`) in a slot and return its texts.
         Errors: GameFailed if the engine raised; JvmLost if the process is gone.
         A timeout ends the process (JvmLost): nothing else stops a game that loops.
         """

@@ -119,7 +119,9 @@ class Episode:
         return await self._sites.chromium.run_async(self._act(read), STEP_S)
 
     def _read_action(self, action: str) -> Action | StepResult:
-        """Record and parse the reply; if there is nothing to execute, return the step's result."""
+        """Record and parse the reply. Return its action or, for a reply without a valid one or
+        after the episode's end, the step's result.
+        """
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True, info=self._info())
         action = utf8(action)
