@@ -65,7 +65,9 @@ class Doors:
         await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
-        """Check Host, Origin, content type and, except on OPEN_PATHS, token. Errors: Refused."""
+        """Check Host, Origin, a body's content type and, if a token is required and the path is not
+        in OPEN_PATHS, the token. Errors: Refused.
+        """
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"")
         if not self._is_served(host, (scope.get("server") or ("",))[0]):

@@ -53,7 +53,7 @@ class Simulator(Protocol):
 
     def step(self, action: str) -> StepResult:
         """Take an action. An action that cannot be parsed gives an error text as observation,
-        never an exception.
+        never an exception. Errors: GraderFailed if a judge or site that gives the verdict fails.
         """
 
     def render(self) -> tuple[str, bytes]:

@@ -127,7 +127,10 @@ class OpenEnv:
         yield "/schema", self._schema, "as OpenEnv's servers: actions, observations and state"
 
     async def connected(self, websocket: WebSocket) -> None:
-        """Serve one connection, from its acceptance to its end; then close its session."""
+        """Serve one connection, from its acceptance to its end; then close its session.
+        A full or draining server only sends an error. A client that is gone or does not read for
+        SEND_S ends the connection without an error here.
+        """
         seat = Seat(self._sessions)
         self._num_open += 1
         try:
@@ -179,7 +182,7 @@ class Seat:
         self._state = State()
 
     async def answer(self, message: ResetAsked | StepAsked | StateAsked) -> Json:
-        """Return the reply to a message. Errors: Failed."""
+        """Carry out a message (reset, step or state) and return the reply. Errors: Failed."""
         if isinstance(message, ResetAsked):
             return await self._reset(message.data)
         if isinstance(message, StepAsked):
@@ -286,7 +289,7 @@ async def _tell(websocket: WebSocket, reply: Json) -> None:
 
 
 def _parsed(raw: str | bytes) -> Asked:
-    """Parse a message. Errors: Failed."""
+    """Parse a message. Errors: Failed if it is no JSON, of an unknown type, or has bad fields."""
     try:
         return ASKED.validate_json(raw)
     except ValidationError as error:

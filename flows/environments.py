@@ -20,7 +20,7 @@ from tasks.steps import end_environments, keep_environment, servers_artifact
 def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
     """Start servers of each environment of this run and leave them running, on this machine or on
     Kubernetes (`env.deploy`); runs with the same `env.options` use them. Running servers stay.
-    Result: environment -> address.
+    An environment with `endpoints` gets none. Result: environment -> address or name of its fleet.
     """
     cfg = run.config()
     private_state(cfg.state_dir)
@@ -32,8 +32,8 @@ def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it
 
 @flow(name="envs-down", flow_run_name=run_name, persist_result=False)
 def envs_down(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """End every server that envs-up has started for this state folder, and the kept fleets of this
-    run's environments. Result: environment -> former address.
+    """End every server that envs-up has started for this state folder, and its Kubernetes fleets
+    of this run. Result: environment -> former address, and "fleet" -> name of the last fleet.
     """
     servers = end_environments(run.config())
     servers_artifact(servers, "Servers that were ended.")

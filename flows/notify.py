@@ -13,5 +13,7 @@ BLOCK = "slack-webhook/agentgym-failures"
 
 @flow(name="notify", persist_result=False)
 def notify(flow_run_id: UUID, block: str = BLOCK) -> str:
-    """Send the failed step, the reason and the command to continue through a notification block."""
+    """Send the failed step, the reason and the command to continue through a notification block.
+    block: TYPE/NAME of a block in Prefect. Result: the text. Errors: see `tasks.notification.tell`.
+    """
     return tell(flow_run_id, block)

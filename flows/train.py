@@ -12,8 +12,8 @@ from flows.shell import main
 
 @flow(name="train", flow_run_name=run_name, persist_result=False, on_cancellation=[fleets_down])
 def train(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
-    """Train every stage of the horizon schedule, each from its last commit; needs the results of
-    `prepare`.
+    """Train every stage of the horizon schedule that is not done, from its last commit; needs the
+    results of `prepare`. Result: the outcome of each stage.
     """
     return run_steps(run, is_training)
 

@@ -48,7 +48,8 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
     """Start the services or apply prefect.yaml to live ones; print addresses. Result: see `status`.
 
     ports: by service, see PORTS. None: the usual one if it is free, else any.
-    Errors: ConfigError if a given port is taken; RuntimeError if the services do not start.
+    Errors: ConfigError if a given port is taken; RuntimeError if the services do not start (after
+    START_TIMEOUT_S they are ended); those of `apply`.
     """
     with _alone(state):
         services = running(state)
@@ -91,7 +92,9 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
 
 
 def down(state: Path) -> int:
-    """End everything that `up` started, if it runs; return 0. Errors: RuntimeError if it stays."""
+    """End everything that `up` started, if it runs, and remove its record; return 0.
+    Errors: RuntimeError if it does not end.
+    """
     with _alone(state):
         services = running(state)
         if services is None:
@@ -211,7 +214,9 @@ def _listener(
 
 
 def _alone(state: Path) -> contextlib.AbstractContextManager[None]:
-    """Wait until no other `make up` or `make down` runs, and lock them out during the block."""
+    """Make the state folder private and return a context manager. It waits until no other `make up`
+    or `make down` runs, and locks them out during the block.
+    """
     private_folder(state)
     return locked(state / "services.lock")
 

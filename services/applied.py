@@ -41,7 +41,7 @@ def set_up(env: Mapping[str, str]) -> None:
     """Create or update pools, automations and deployments from this project's files, in child
     processes: Prefect's client would stay in memory. env: variables to add to theirs.
 
-    Errors: ConfigError if prefect.yaml is not YAML; RuntimeError with the end of the output.
+    Errors: ConfigError if prefect.yaml is not YAML; those of `run_module`.
     """
     try:
         yaml.safe_load(FILE.read_bytes())
@@ -53,7 +53,9 @@ def set_up(env: Mapping[str, str]) -> None:
 
 
 def run_module(*command: str, env: Mapping[str, str]) -> None:
-    """Run `python -m COMMAND` with these variables added. Errors: RuntimeError (output's end)."""
+    """Run `python -m COMMAND` with these variables added.
+    Errors: RuntimeError with the end of its output if it fails; TimeoutExpired (START_TIMEOUT_S).
+    """
     result = subprocess.run(
         [sys.executable, "-m", *command],
         env={**os.environ, **env},

@@ -33,8 +33,8 @@ def given_up(attempts: int) -> str:
 def bring_back(
     api: str, login: str, *, max_attempts: int = MAX_ATTEMPTS, overdue_s: float = OVERDUE_S
 ) -> list[str]:
-    """Reschedule every deployed flow run that has been crashed for overdue_s; after max_attempts,
-    mark it as failed instead.
+    """Reschedule each deployed flow run that has been crashed for overdue_s, of up to PAGE crashed
+    ones. A run that has had max_attempts attempts is marked as failed.
 
     api: `http://host:port/api`. login: `user:password`. Result: the ids of these runs.
     Errors: OSError (urllib's among them), ValueError.
@@ -62,7 +62,7 @@ def bring_back(
 
 
 def seconds_in_state(run: dict[str, Any]) -> float:
-    """Return how long a flow run has been in its state."""
+    """Return for how many seconds a flow run has been in its state. run: the server's JSON."""
     since = datetime.now(UTC) - datetime.fromisoformat(run["state"]["timestamp"])
     return since.total_seconds()
 

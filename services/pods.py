@@ -108,7 +108,9 @@ def prefect(host: str, port: int) -> int:
 
 
 def mlflow(host: str, port: int) -> NoReturn:
-    """Write the logins, then replace this process with MLflow's server. Errors: ConfigError."""
+    """Write the administrator's login to a new temporary folder, create or update the rollout user
+    if one is set, then replace this process with MLflow's server. Errors: ConfigError for a login.
+    """
     folder = Path(tempfile.mkdtemp(prefix="mlflow-"))
     variables = mlflow_environment(folder, os.environ)
     rollout = rollout_login(os.environ)
@@ -169,7 +171,7 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
     """Return (name, password) of KubeRay's jobs' user in `environment`; None if neither is set.
-    Errors: ConfigError if one is missing, the password is short, or it is the administrator's name.
+    Errors: ConfigError if one is missing, the password is short, or the administrator has the name.
     """
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:
@@ -197,7 +199,8 @@ def _logins(environment: Mapping[str, str]) -> str:
 
 def set_up() -> int:
     """Wait for Prefect's server, then install pool, rules and deployments there; return 0.
-    Errors: ConfigError without a login or an image; RuntimeError.
+    Errors: ConfigError without a login or an image; RuntimeError if no server answers within
+    START_TIMEOUT_S or the installation fails.
     """
     _login(CLIENT_LOGIN, os.environ)
     image = os.environ.get(IMAGE, "")

@@ -86,7 +86,9 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _kept(service: Service) -> Iterator[None]:
-    """Restart the service whenever it dies during the block; do not end it."""
+    """Restart the service when it dies during the block, until `Service.keep` gives it up.
+    The service still runs after the block.
+    """
     stop = threading.Event()
 
     def watch() -> None:

@@ -158,8 +158,9 @@ def _trigger(
 
 
 def begin_attempt() -> None:
-    """Send our logs to the flow run, let this process end when its worker does, and settle an
-    earlier attempt that was killed, see `settle_interrupted_attempt`.
+    """Send our logs to the flow run and settle an earlier attempt that was killed, see
+    `settle_interrupted_attempt`. A run that a process worker started (its stdin is a pipe) also
+    ends when its worker does.
     """
     # for the run's logs; the handlers decide what reaches a terminal
     logging.getLogger("agentgym").setLevel(logging.INFO)

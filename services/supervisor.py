@@ -66,8 +66,10 @@ class Undertaker:
         self._child: subprocess.Popen[bytes] | None = None
 
     def look(self) -> None:
-        """Start the child process if it is due: at the first call, when a holder is gone, and a
-        lease's length after that. Errors: OSError, ValueError, RuntimeError (store).
+        """Start the child process if it is due and none runs: at the first call, when the holder
+        of a lease in the store is gone, and a lease's length after that.
+        A bucket is read every BUCKET_CHECK_S only: calls in between do nothing.
+        Errors: OSError, ValueError, RuntimeError (store).
         """
         now, settings = time.monotonic(), project_config().store
         if now < self._not_before:
@@ -163,7 +165,9 @@ class Service:
 
 
 def server_environment(address: str, login: str) -> dict[str, str]:
-    """Return variables for our Prefect server: login, allowed origin, fewer log lines."""
+    """Return variables for our Prefect server: login, allowed origin, fewer log lines.
+    address: the server's, `http://host:port`. login: `user:password`.
+    """
     return {
         "PREFECT_SERVER_API_AUTH_STRING": login,
         "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": address,
@@ -174,7 +178,9 @@ def server_environment(address: str, login: str) -> dict[str, str]:
 def _parts(
     state: Path, me: Services, env: dict[str, str], sockets: Mapping[str, socket.socket]
 ) -> dict[str, Service]:
-    """Return the services by name, not started yet. env: of the Prefect server and its clients."""
+    """Return the services by name, not started yet. me: their addresses and login.
+    env: of the Prefect server and its clients. sockets: by service, bound.
+    """
     prefect_env = {
         **server_environment(me.prefect, me.login),
         "PREFECT_UI_STATIC_DIRECTORY": str((state / "prefect/ui").resolve()),
@@ -197,8 +203,9 @@ def _parts(
 
 
 def _engine(state: Path) -> dict[str, Service]:
-    """Return the service that keeps an engine between runs, by name, and renew the link to its
-    folder. Empty if the project's parameters are invalid or their engine needs no service.
+    """Return the service that keeps an engine between runs, by name, and link KEPT in the state
+    folder to its new folder. If the project's parameters are invalid or their engine needs no
+    service, return {} and only remove an old link.
     """
     link = state / KEPT
     link.unlink(missing_ok=True)
@@ -216,7 +223,12 @@ def _engine(state: Path) -> dict[str, Service]:
 
 
 def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
-    """Run the services, on bound sockets by name, and set Prefect up, until SIGTERM; return 0."""
+    """Run the services and set Prefect up; at SIGTERM end them and return 0.
+    state: folder of the logs and of the services' record. The record, and prefect.toml unless it
+    is the user's own, are removed at the end.
+    sockets: of `prefect`, `mlflow` and `viewer`, already bound.
+    Errors: ConfigError without /proc, or as `set_up`; RuntimeError if a service does not start.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:

@@ -83,7 +83,9 @@ class Request:
         return Response(http_status, body.encode(), _HEADERS)
 
     def done(self, message: str, to: str | None = None) -> Response:
-        """Return a redirect to `to`, by default the form's page, which then shows the message."""
+        """Store the message for the site's next page, and return a redirect to `to`, by default
+        the form's page.
+        """
         self.world.notes[self.site.name] = Note("success", message)
         return redirect(self.back() if to is None else to)
 
@@ -114,7 +116,9 @@ class Request:
         return self.query.get(name, "").strip()[:100]
 
     def paged(self, items: Sequence[T], size: int) -> Page[T]:
-        """Return the query's page of the items, the nearest if missing. size: items per page."""
+        """Return the page of the items that the query's `page` names, by default the first; for a
+        number out of range the nearest page. size: items per page.
+        """
         last = max(1, -(-len(items) // size))
         number = min(max(self.number("page", 1), 1), last)
         start = (number - 1) * size

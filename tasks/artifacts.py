@@ -166,6 +166,7 @@ def mlflow_server(cfg: RunConfig) -> str | None:
 def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
     """Return table rows: an evaluation's metrics (keys metric, mean, low, high, perhaps gain), else
     the training curve (a key per measured column), else the results (keys result and value).
+    If episodes failed, an evaluation also has its metrics with these as failures, and its coverage.
     """
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))

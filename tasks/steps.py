@@ -108,7 +108,9 @@ class Standing:
 
 
 def keep_environment(cfg: RunConfig, env: EnvConfig) -> Standing:
-    """Return an environment's kept servers, started if none run; `end_environments` ends them."""
+    """Return an environment's servers that stay up after the run; start them if none run.
+    `end_environments` ends them.
+    """
     return _keep.with_options(timeout_seconds=900 + cfg.kubernetes.ready_timeout_s)(cfg, env)
 
 
@@ -121,7 +123,9 @@ def _keep(cfg: RunConfig, env: EnvConfig) -> Standing:
 
 
 def end_environments(cfg: RunConfig) -> list[Standing]:
-    """End and return all kept servers of this state folder, and the kept fleets of this run."""
+    """End the servers that `keep_environment` started: all of this state folder, and the Kubernetes
+    fleets of this run. Return them.
+    """
     return _end.with_options(timeout_seconds=MORE_S + cfg.kubernetes.down_timeout_s)(cfg)
 
 

@@ -24,7 +24,9 @@ TASKS = "tasks.json"  # name of a blob of the data, see `tasks_json`
 
 
 def load_data(cfg: RunConfig) -> Splits:
-    """Return the run's items. Errors: DataError for faulty lists, ConfigError for too few items."""
+    """Return the items of the run's environments, mixed by their weights (see `mix_splits`).
+    Errors: DataError for faulty lists, ConfigError for too few items.
+    """
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     algorithm = cfg.algorithm
     if isinstance(algorithm, ExplorationConfig) and algorithm.num_items > len(splits.train) // 3:
@@ -57,8 +59,8 @@ def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
 
 
 def load_recorded(cfg: RunConfig) -> list[Recorded]:
-    """Return the recorded trajectories that the run learns from; empty for other warm starts.
-    Errors: DataError.
+    """Return the recorded trajectories that the run learns from; empty unless warm_start.source is
+    `trajectories`. Errors: DataError.
     """
     if cfg.warm_start.source != "trajectories":
         return []
@@ -75,15 +77,17 @@ class Tasks:
 
 
 def tasks_json(tasks: Tasks, splits: Splits) -> bytes:
-    """Return the digests of the tasks that evaluations may play, by item id, as JSON."""
+    """Return item id -> task digest of the validation and test items, as JSON."""
     ids = [item.item_id for item in (*splits.validation, *splits.test)]
     return json.dumps({name: tasks.digests[name] for name in ids}, indent=0).encode()
 
 
 def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
     """Return the digests of all items' tasks, with warnings about items of the same task.
-    Each environment that can compute them does so in a child process.
-    Errors: ConfigError if an item names no task, or the environment cannot run here as configured.
+    Each environment computes its own in a child process; if one cannot, they are None, with a
+    warning.
+    Errors: ConfigError if an item names no task, or the environment cannot run here as configured;
+    RuntimeError if a child process fails.
     """
     from agentgym.deploy.local import IdentitiesUnknown, task_identities
 
@@ -104,7 +108,7 @@ def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
 
 def _check_draws(cfg: RunConfig, splits: Splits) -> None:
     """Raise ConfigError if one optimizer step could draw an item twice: both draws would sample the
-    same episodes, token for token.
+    same episodes, token for token. Recipes that do not sample in every step are not checked.
     """
     items_per_step = cfg.rollout.items_per_step
     rounds = 1 + max_refills(cfg.algorithm)
@@ -120,7 +124,7 @@ def _check_draws(cfg: RunConfig, splits: Splits) -> None:
 
 
 def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:
-    """Return warnings, one line each, about tasks in the splits under several ids.
+    """Return warnings about tasks listed under several ids, one line per pair of splits.
 
     items: of one environment, split by split; digests: of their tasks (see `task_identities`).
     Errors: DataError if an item names no task.

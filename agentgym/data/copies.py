@@ -24,7 +24,8 @@ NAME = re.compile(rf"{LISTS}\.([\w-]+)\.(\w[\w.-]*)|{RECORDED}\.(\w[\w.-]*)")
 def keep_data(cfg: RunConfig, store: RunStore) -> str:
     """Copy the data files that the run may read into the store, unless they are there.
 
-    Result: their digest, for `data.digest`. Errors: DataError if a file is missing on this machine.
+    Result: their digest, for `data.digest`. Errors: DataError if a file is missing on this machine;
+    LeaseHeld while another process copies them.
     """
     digest = input_digest(cfg)
     files = _files(cfg)

@@ -38,7 +38,7 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class DataError(ConfigError):
-    """Error of a dataset that no run can start from; one line, like every ConfigError."""
+    """Error of a dataset from which no run can start. The message has one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,9 @@ class Splits:
 
 
 def splits_from_json(data: bytes) -> Splits:
-    """Invert `Splits.to_json`. Errors: ValueError or KeyError for other data."""
+    """Invert `Splits.to_json`.
+    Errors: ValueError, KeyError, TypeError or AttributeError for other data.
+    """
     row = json.loads(data)
     train, validation, test = (
         tuple(Item(*parse_item_id(item_id), name) for item_id in row[name]) for name in SPLITS
@@ -120,8 +122,8 @@ def has_lists(path: Path, env: str) -> bool:
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:
-    """Merge the splits of several environments by `interleave`, so that each prefix of a split has
-    about their shares in `weights`. The digest is the sha256 of theirs, or that of a single part.
+    """Merge the splits of several environments, each split in turns by weight (see `interleave`).
+    Warnings are joined. The digest is the sha256 of the joined digests, or that of a single part.
     """
     items = {
         name: tuple(interleave([item for part in parts for item in getattr(part, name)], weights))
@@ -152,7 +154,7 @@ def interleave(items: Sequence[Item], weights: Mapping[str, float]) -> list[Item
 
 
 def turns_of(weights: Mapping[str, float]) -> Iterator[str]:
-    """Yield environment names forever (weighted round robin; ties in configuration order).
+    """Yield environment names forever (weighted round robin; ties in the order of `weights`).
     The next one is the environment furthest behind its share.
     """
     total, counts = sum(weights.values()), dict.fromkeys(weights, 0)
@@ -167,7 +169,8 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
 
     A train item is for validation if a hash of (seed, item) falls below `validation_fraction`, so
     adding items never moves old ones between splits.
-    Errors: DataError with one line that names up to five culprits.
+    Errors: DataError if a list is missing, unreadable or faulty, or no item is left for
+    train or validation.
     """
     if not path.is_dir():
         raise _not_there(path, path)
@@ -202,8 +205,8 @@ def first_of(names: Sequence[str], separator: str = ", ") -> str:
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
-    """Return (environment, index) of an item id: the text before the first `_`, and the digits
-    after the last; -1 if there are none. This is AgentGym's rule.
+    """Return (environment, index) of an item id: the text before the first `_`, and the number
+    after the last; -1 unless that has 1 to 18 digits and nothing else. This is AgentGym's rule.
     """
     digits = item_id.rpartition("_")[2]
     return item_id.partition("_")[0], int(digits) if re.fullmatch("[0-9]{1,18}", digits) else -1
@@ -227,7 +230,8 @@ class ItemStream:
         position: int = 0,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        """Build a stream. weights: share of each environment; None: equal ones.
+        """Build a stream. weights: share of each environment; None: equal ones. Items of other
+        environments are left out.
         Errors: ValueError for a negative position, or if an environment has no item.
         """
         if position < 0:
@@ -270,7 +274,7 @@ class ItemStream:
 
 
 def train_stream(cfg: RunConfig, splits: Splits, state: Mapping[str, Any]) -> ItemStream:
-    """Return the stream of train items after the commit with this `state`; {}: from the start."""
+    """Return the stream of train items, begun at the state's `stream_position`; at 0 without it."""
     return ItemStream(
         splits.train,
         seed=cfg.seed,
@@ -297,7 +301,9 @@ class _Epochs:
         return self._items[self._order[index]]
 
     def _order_of(self, epoch: int) -> list[int]:
-        """Return the epoch's shuffle; the previous epoch's last third is not in its first third."""
+        """Return the epoch's order of item indices. Its first third has none of the previous
+        epoch's last third.
+        """
         order = self._shuffle(epoch)
         if epoch == 0:
             return order

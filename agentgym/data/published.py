@@ -40,7 +40,7 @@ _DVC = (
 
 
 class DvcError(RuntimeError):
-    """A DVC command failed; the message contains DVC's output."""
+    """A DVC command failed or ran out of time, or an import has Git LFS pointers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Imported:
 
 
 def run_dvc(*arguments: str, timeout_s: float) -> str:
-    """Run `dvc` and wait for it. Return its output. Errors: DvcError, also after `timeout_s`."""
+    """Run `dvc`, wait, and return stdout and stderr. Errors: DvcError, also after `timeout_s`."""
     shown = " ".join(("dvc", *arguments))
     environment = {"DVC_NO_ANALYTICS": "1", "GIT_TERMINAL_PROMPT": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -177,7 +177,7 @@ def check_pin(path: Path) -> None:
     """Compare a folder with its `.dvc` file, byte for byte; do nothing if there is no such file.
 
     DVC itself trusts its cache and, unless a remote has `verify`, every remote.
-    Errors: DataError if they differ.
+    Errors: DataError if they differ; ConfigError if the `.dvc` file is not valid YAML.
     """
     pointer = path.with_name(f"{path.name}.dvc")
     if not pointer.is_file():
@@ -262,8 +262,9 @@ def _pinned_source(pointer: Path) -> tuple[str, str] | None:
 
 
 def _resolve(url: str, rev: str) -> str:
-    """Return the full commit id that a branch or tag has now; a full id is returned unchecked.
-    Errors: ConfigError if git or the repository cannot be reached, or the name is unknown.
+    """Return the full commit id that a tag, or else a branch, has now; a full id is not looked up.
+    Errors: ConfigError if git is missing, the repository cannot be read (also for a full id), or
+    the name is malformed or unknown.
     """
     if not re.fullmatch(r"[\w.][\w./+-]*", rev):
         raise ConfigError(
@@ -307,7 +308,7 @@ def _resolve(url: str, rev: str) -> str:
 
 
 def _note_licence(pointer: Path, licence: str) -> None:
-    """Write the license into the `.dvc` file's `meta`, which DVC preserves, unless it has one."""
+    """Append the license to the `.dvc` file as `meta`, which DVC preserves, unless it has one."""
     if "meta" in _read_pointer(pointer):
         return
     write_whole(pointer, pointer.read_bytes() + f"meta:\n  license: {licence}\n".encode())

@@ -69,7 +69,8 @@ class Refusal:
 
 def read_file(path: Path) -> tuple[list[dict[str, Any]], list[Recorded], list[Refusal]]:
     """Return (rows as they are, accepted trajectories, refused rows) of a file.
-    Every row is in one of the last two. Errors: DataError if the file itself cannot be used.
+    Every row is in one of the last two; a repeated one is refused.
+    Errors: DataError if the file itself cannot be used.
     """
     rows = _rows(path)
     reasons = _check_messages(rows) | _check_rows(rows)
@@ -92,7 +93,8 @@ def read_files(
     """Return (rows to learn from, refused rows), checked against the item lists of the run.
 
     drop_refused: leave refused rows out; False: raise.
-    Errors: DataError if a row is refused and not dropped, or if none is left.
+    Errors: DataError if a row is refused and not dropped, if none is left, or for a faulty file or
+    item list.
     """
     accepted: list[dict[str, Any]] = []
     refusals: list[Refusal] = []
@@ -156,7 +158,8 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
     """Return the trajectories of train items in `folder`, for each environment of `splits`.
     Those of validation items are left out.
 
-    Errors: DataError if a file is missing, a run cannot learn from a row, or no trajectory is left.
+    Errors: DataError if a file is missing, a run cannot learn from a row, or none of an environment
+    is left.
     """
     result: list[Recorded] = []
     for env, part in splits.items():
@@ -202,14 +205,14 @@ def _file_of(folder: Path, env: str) -> Path:
 
 
 def encode(recorded: Sequence[Recorded]) -> bytes:
-    """Encode trajectories; equal ones give equal bytes. `decode` inverts this."""
+    """Encode items and replies as JSON; equal ones give equal bytes. `decode` inverts this."""
     return json.dumps(
         [trajectory.to_json() for trajectory in recorded], separators=(",", ":")
     ).encode()
 
 
 def decode(data: bytes) -> list[Recorded]:
-    """Invert `encode`. Errors: ValueError or KeyError for other data."""
+    """Invert `encode`. Errors: ValueError, KeyError, TypeError or AttributeError for other data."""
     return [
         Recorded(Item(*parse_item_id(row["item_id"])), tuple(row["replies"]))
         for row in json.loads(data)
@@ -239,7 +242,7 @@ def chosen(
 
 
 def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """Write one file for each environment, in AgentGym's layout, and create the folder if needed.
+    """Write (or replace) one file for each environment, in AgentGym's layout; create the folder.
     Result: environment -> number of rows.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -301,7 +304,7 @@ def _replies(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
-    """Return row index -> the reason to refuse that row, for rows that are not well formed."""
+    """Return row index -> reason, for rows with an invalid id or conversation, or no reply."""
     # pandas and pandera take seconds to import
     import pandas as pd
     import pandera.pandas as pa
@@ -398,7 +401,7 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
 
 
 def _task_id(item_id: Any) -> int:
-    """Return the index in an item's id; -1 for other values."""
+    """Return the index of an item id `<env>_<index>`; -1 for any other value."""
     env, task_id = parse_item_id(item_id) if isinstance(item_id, str) else ("", -1)
     return task_id if re.fullmatch("[a-z0-9-]+", env) else -1
 

@@ -60,7 +60,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A step to run, with the key that the submitter computed."""
+    """A step to run: `key` is the step's, as the submitter computed it; `run_key` is the run's."""
 
     step: str
     run_key: str
@@ -72,13 +72,13 @@ class Job:
 
 
 class Transport(Protocol):
-    """Protocol of a way to run jobs. OSError, RuntimeError: the cluster does not answer."""
+    """Protocol of a way to run jobs. Methods may raise OSError or RuntimeError: no answer came."""
 
     place: str  # shown in messages
     gone_means: str  # why a job that existed may be unknown now, for a message
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
-        """Return the attempts at the job that the cluster knows, by number."""
+        """Return attempt number -> state, for the attempts at the job that the cluster knows."""
         ...
 
     def submit(self, job: Job, name: str) -> None:
@@ -113,10 +113,11 @@ def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:
 
 
 def sent_config(cfg: RunConfig) -> RunConfig:
-    """Return the configuration for the step inside a job: it computes in actors of the job's own
-    cluster or, with `deterministic`, in the job's own process.
+    """Return the configuration for the step inside a job: it computes in actors of the cluster that
+    runs the job or, with `deterministic`, in the job's own process.
 
-    Paths are absolute or, if the job's machine does not have this machine's paths, below STATE.
+    Paths of data and store are absolute or, if the job's machine does not have this machine's
+    paths, below STATE.
     """
     data, store = cfg.data, cfg.store
     if is_elsewhere(cfg):

@@ -38,8 +38,8 @@ def environment_servers(cfg: RunConfig, expert: bool, run: str = "") -> Iterator
     """Yield endpoints by environment.
 
     An environment with `env.deploy: kubernetes` gets a fleet. Any other gets its configured
-    servers, else its kept server (`env.keep` starts one, which stays), else a local process for the
-    length of the block.
+    servers, else its kept server, which outlives runs (`env.keep` starts one), else a local process
+    for the length of the block.
     With `expert`, every environment gets a new server with an expert, which ends with the block.
     run: name of the fleets; empty: a random one.
     Errors: ConfigError if a kept server does not fit this run; those of `keep`, of `local_env` and
@@ -72,7 +72,7 @@ def _local(
 
 @dataclass(frozen=True)
 class KeptServer:
-    """A keeper's record of its server, in a file that only its owner can read."""
+    """Record of a server that outlives runs, written by its keeper, the process that owns it."""
 
     pid: int  # of the keeper
     started: str  # distinguishes it from a later process of that pid
@@ -93,10 +93,11 @@ class KeptServer:
 
 
 def keep(cfg: RunConfig, env: EnvConfig) -> KeptServer:
-    """Return the kept server of this environment; start its keeper if none runs.
+    """Return the environment's kept server, which outlives runs; start it if none runs.
 
     Errors: ConfigError if the running one does not fit this run, or if the environment refuses its
-    options; RuntimeError with the end of its log if it does not get ready.
+    options; RuntimeError with the end of its log if it ends, or is not ready within
+    env.start_timeout_s (it is then ended).
     """
     existing = kept_for(cfg, env)
     if existing is not None:
@@ -133,7 +134,8 @@ def keep(cfg: RunConfig, env: EnvConfig) -> KeptServer:
 def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
     """Return the live kept server for this environment and these options, or None.
 
-    Errors: ConfigError if it runs other code than this, or is too small for this run.
+    Errors: ConfigError if it was started from other code, or allows fewer sessions than
+    env.max_sessions.
     """
     server = _read(_file(cfg.state_dir, env))
     if server is None or not server.is_alive:
@@ -153,7 +155,7 @@ def kept_for(cfg: RunConfig, env: EnvConfig) -> KeptServer | None:
 
 
 def end_all(state: Path) -> list[KeptServer]:
-    """End all kept servers of this state folder, remove their records, return those that ran."""
+    """End all kept servers of this state folder and wait; remove records; return those that ran."""
     ended = []
     for file in sorted((state / "environments").glob("*.json")):
         server = _read(file)
@@ -193,8 +195,9 @@ def _source(env: EnvConfig) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the keeper until a signal, or for the environment's `keep_s`. Result: exit code 0.
-    arguments: path of its record, path of the server's log, the environment's settings as JSON.
+    """Start a server and write its record; at a signal, or after `keep_s`, end the server, and
+    delete the record. Result: exit code 0. Errors: ConfigError without /proc; those of `local_env`.
+    arguments: path of the record, path of the server's log, the environment's settings as JSON.
     """
     file, log_path, env = Path(arguments[0]), Path(arguments[1]), arguments[2]
     settings = EnvConfig.model_validate_json(env)

@@ -98,7 +98,8 @@ def _follow_or_stop(
     """Follow the job. Result: (its last state, or None if the cluster has forgotten it; the end of
     its log).
 
-    Exceptions are raised again. All but RayUnreachable, and the loss of its cluster, stop the job.
+    The job is stopped on every exception but RayUnreachable (all are raised again), and if its
+    cluster is lost.
     """
     try:
         look, lines = asyncio.run(_follow(transport, name, cfg))

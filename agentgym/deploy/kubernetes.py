@@ -85,7 +85,9 @@ def fleet_of(cfg: RunConfig, env: EnvConfig, run: str, *, expert: bool) -> Fleet
 
 
 def rendered(fleet: Fleet, where: KubernetesConfig, manifests: Path = MANIFESTS) -> list[Object]:
-    """Render a fleet's objects with the configured overlay and namespace. Errors: ConfigError."""
+    """Render a fleet's objects with the configured overlay, components and namespace.
+    manifests: the folder `k8s`. Errors: ConfigError.
+    """
     return rendered_fleet(
         where.overlay,
         fleet,
@@ -144,7 +146,7 @@ def missing(kube: Kube, cfg: RunConfig) -> list[str]:
 def fleets(cfg: RunConfig, envs: Sequence[EnvConfig], *, expert: bool, run: str) -> Iterator[ByEnv]:
     """Yield endpoints, by environment, of servers on the cluster that are ready for sessions.
 
-    Kept fleets are used and stay; with `env.keep` a missing one is started. For the other
+    A fleet that outlives runs is renewed, used and left; `env.keep` starts a missing one. For other
     environments, and for all with `expert`, a group comes up under the run's name. It is taken down
     on exit and, without `expert`, so are groups of this run's dead attempts; errors of that are
     only logged.
@@ -202,7 +204,9 @@ def _left_to_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[ByEnv]:
-    """Yield endpoints by environment once the servers are ready. An `Upkeep` runs until exit."""
+    """Yield endpoints by environment once the servers are ready. An `Upkeep` runs until exit.
+    Errors: those of `wait_ready`, `first_addresses` and `reach`.
+    """
     where = cfg.kubernetes
     services = {fleet.env: f"env-{fleet.env}-{plan.run}" for fleet in plan.fleets}
     max_pods = most_pods(plan.objects)
@@ -238,13 +242,13 @@ def kept_plan(cfg: RunConfig, env: EnvConfig, manifests: Path = MANIFESTS) -> Pl
 
 
 def is_kept(kube: Kube, run: str) -> bool:
-    """Return True if the kept fleet `run` exists and has not expired."""
+    """Return True if the fleet `run`, which outlives runs, exists and has not expired."""
     lease = kube.find(LEASE, lease_name(run))
     return lease is not None and Group.of(lease).is_alive()
 
 
 def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
-    """Create or renew a kept fleet's lease and send its objects, without waiting for its servers.
+    """Create or renew the lease of a fleet that outlives runs and send its objects; do not wait.
     The number of servers never falls. Result: its group, and the plan as it was sent.
     Errors: ConfigError, KubeError; LeaseHeld while the fleet is being taken down.
     """
@@ -262,7 +266,7 @@ def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
 
 
 def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
-    """Bring up a kept fleet of this environment and wait until it is ready. Result: its name.
+    """Bring up the environment's fleet that outlives runs; wait until ready. Result: its name.
     A new fleet is taken down again if that fails.
     Errors: ConfigError, KubeError, LeaseHeld, FleetNotReady, FleetTripped.
     """
@@ -282,7 +286,7 @@ def keep_up(cfg: RunConfig, env: EnvConfig) -> str:
 
 
 def end_kept(cfg: RunConfig) -> list[str]:
-    """Take down the kept fleets of this run's environments; wait until they are gone.
+    """Take down the fleets of this run's environments that outlive runs; wait until they are gone.
     Result: the names of those that existed.
     Errors: ConfigError, KubeError, FleetNotReady.
     """

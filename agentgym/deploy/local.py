@@ -85,8 +85,9 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
     """Return a digest of each task, in order: equal digests mean one task under several ids.
     None: the id names no task.
 
-    Errors: ConfigError if a local server would refuse the environment's name or options;
-    IdentitiesUnknown; RuntimeError if the child process fails.
+    A child process computes them. Errors: ConfigError if a local server would refuse the
+    environment's name or options; IdentitiesUnknown, also after IDENTITIES_TIMEOUT_S; RuntimeError
+    if the child process fails.
     """
     if env.dialect != "native":
         message = f"servers of dialect {env.dialect} do not say which tasks are equal"

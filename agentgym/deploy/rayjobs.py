@@ -86,7 +86,7 @@ class RayJobs:
             raise
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
-        """Pass the log's whole lines to `hear`, each once, also over several calls."""
+        """Pass the log's whole lines to `hear`, each once, also over several calls, to its end."""
         num_read, rest = 0, ""
         async for text in self._client.tail_job_logs(name):
             num_read += len(text)
@@ -164,7 +164,8 @@ def forget_token() -> None:
 
 
 def _connect(address: str) -> JobSubmissionClient:
-    """Return a client of the Jobs API at this address, whose requests have timeouts.
+    """Return a client of the Jobs API at this address, whose requests have timeouts. Clear Ray's
+    cached token, and silence the client's log below warnings.
     Errors: ConfigError without Ray; RayUnreachable, also if the token is refused.
     """
     try:

@@ -108,8 +108,8 @@ def evaluate(ctx: StepContext) -> Manifest:
 
 
 def items_of_step(cfg: RunConfig, splits: Splits) -> dict[str, tuple[Item, ...]]:
-    """Return the first `evaluation.num_items` items of `evaluation.split`, by environment; those
-    without items are left out. Errors: ValueError if the split has fewer.
+    """Return the first `evaluation.num_items` items of `evaluation.split`, by environment; without
+    environments that have none of them. Errors: ValueError if the split has fewer.
     """
     settings = cfg.evaluation
     items = getattr(splits, settings.split)[: settings.num_items]
@@ -131,7 +131,9 @@ def tasks_of_step(store: RunStore, data: Manifest, items: Items) -> dict[str, li
 
 
 def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
-    """Return the protocol of a run's evaluations of these items."""
+    """Return the protocol of a run's evaluations of these items. evaluation.chunk_items gives the
+    chunk size, evaluation.min_coverage the number of episodes that may fail.
+    """
     settings = cfg.evaluation
     protocol = protocol_of_run(cfg, list(items))
     num_episodes = sum(map(len, items.values())) * (1 + settings.num_samples)
@@ -166,7 +168,9 @@ def require_coverage(ledger: Ledger, least: float) -> None:
 def _open(
     cfg: RunConfig, contender: Contender, endpoints: Endpoints, protocol: EvaluationProtocol
 ) -> Iterator[Opened]:
-    """Open a run's checkpoint for the block, in this process or in Ray's rollout workers."""
+    """Connect the environments and yield the means to play a run's checkpoint in them: in this
+    process or, with `compute` ray, in Ray's rollout workers. All is closed after the block.
+    """
     if cfg.compute != "ray":
         with open_local(cfg, contender, endpoints, protocol) as opened:
             yield opened
@@ -225,7 +229,7 @@ def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[
 def slots_of(
     protocol: EvaluationProtocol, items: Items, tasks: Mapping[str, Sequence[str | None]]
 ) -> tuple[Slot, ...]:
-    """Return every slot, unplayed. tasks: digests of the items' tasks; None: not known."""
+    """Return every slot (item and sample), unplayed. tasks: each item's task digest, or None."""
     samples = {settings.env.name: settings.sample_numbers for settings in protocol.envs}
     return expected_slots(items, samples, tasks)
 
@@ -250,7 +254,7 @@ def about(
 
 
 def show_progress(progress: Progress, title: str, ledger: Ledger) -> None:
-    """Start a progress bar over all slots, at the number that already count."""
+    """Start a progress bar over all slots, at the number of those that are not to be played."""
     progress.start(title, len(ledger.slots))
     progress.advance(len(ledger.slots) - len(ledger.owed))
 
@@ -263,7 +267,9 @@ def play_owed(
     ledger: Ledger,
     progress: Progress,
 ) -> str:
-    """Play each missing slot once and commit it. Return why it stopped early; empty: it did not."""
+    """Play each missing slot, a failed attempt again within the protocol's max_attempts, and commit
+    it. Return the reason if it stopped early, else "".
+    """
 
     async def playing() -> str:
         spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
@@ -290,8 +296,8 @@ def play_owed(
 def conclude(
     protocol: EvaluationProtocol, ledger: Ledger, stopped: str, tariff: Tariff | None = None
 ) -> Result:
-    """Return the result of the slots played so far, with their cost if there is a tariff.
-    stopped: the result of `play_owed`.
+    """Return the result of all slots, played so far or not, with their cost if there is a tariff.
+    Commit nothing. stopped: the result of `play_owed`.
     """
     slots = tuple(ledger.slots.values())
     facts = {**ledger.about, "valid": protocol.is_covered(coverage_of(slots))}

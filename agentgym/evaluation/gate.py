@@ -85,7 +85,9 @@ class Evidence:
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        """Read `to_json`'s tree. Errors: ValueError, KeyError or TypeError if it is not one."""
+        """Read `to_json`'s tree.
+        Errors: ValueError, KeyError, TypeError or AttributeError if it is not one.
+        """
         pairs = {env: _pair_of(row) for env, row in tree["pairs"].items()}
         rest: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
@@ -116,7 +118,9 @@ class Judgement:
 
     @property
     def why(self) -> str:
-        """Reasons of the rulings with this verdict, in one line; for PROMOTE only SPEAK_FOR's."""
+        """Reasons of the rulings with this verdict, in one line; for PROMOTE only of the rules in
+        SPEAK_FOR.
+        """
         decisive = [ruling for ruling in self.rulings if ruling.verdict == self.verdict]
         if self.verdict == "PROMOTE":
             decisive = [ruling for ruling in decisive if ruling.rule in SPEAK_FOR]
@@ -150,7 +154,7 @@ def decision_json(rules: GateConfig, evidence: Evidence, judgement: Judgement) -
 
 def judged_again(decision: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recorded decision, judged again from its settings and evidence.
-    Errors: ValueError, KeyError or TypeError if it is no decision.
+    Errors: ValueError, KeyError, TypeError or AttributeError if it is no decision.
     """
     rules = GateConfig.model_validate(decision["settings"])
     evidence = Evidence.from_json(decision["evidence"])

@@ -52,13 +52,15 @@ class Version:
     run_key: str = ""
 
     def evaluation_in(self, store: RunStore) -> Manifest | None:
-        """Return the commit of this version's evaluation; None if unrecorded or not in `store`."""
+        """Return the commit of this version's evaluation; None if unrecorded, or if `store` has no
+        such commit or another one in its place.
+        """
         evaluation = self.evaluation
         final = store.final(evaluation["step"], evaluation["key"]) if evaluation else None
         return final if final is not None and final.digest == evaluation["digest"] else None
 
     def is_same(self, other: Version | None) -> bool:
-        """Return True for the same checkpoint, or the same number if one has none; else False."""
+        """Return True for equal checkpoints or, if one is empty, equal numbers; else False."""
         if other is None:
             return False
         if self.checkpoint and other.checkpoint:
@@ -254,7 +256,7 @@ class OpenHistory:
         return self.history.entries()
 
     def add(self, entry: Entry) -> Entry:
-        """Append the entry durably, and return it with its number. It is owed until `settle`."""
+        """Append the entry durably; return it with its number. `is_owed` is true until `settle`."""
         numbered = replace(entry, number=len(self.entries) + 1)
         self._commit({RECORD: numbered.to_bytes()})
         self.entries.append(numbered)

@@ -123,7 +123,7 @@ def clustered_interval(
 ) -> Interval:
     """Return the mean of `values` [I] with its interval; NaN is left out. kind: see `Kind`.
     families: [I] family of each item; they are the clusters if there are FEWEST or more, else every
-    item is its own. Errors: ValueError if no value is left.
+    item is its own. Errors: ValueError if no value is left, or for another shape.
     """
     if values.ndim != 1 or np.isnan(values).all():
         raise ValueError(
@@ -246,6 +246,7 @@ def score_bounds(
     """Return (low, high) of Wilson's score interval of shares, for the number of independent draws
     that would have this variance. All arguments and results are [...].
     quantile: half width in standard errors; rare: mask of means with at most one draw per item.
+    Without variance the interval is the mean itself, unless `rare`.
     """
     spread = mean * (1 - mean)
     draws = np.divide(

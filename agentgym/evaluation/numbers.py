@@ -37,7 +37,9 @@ FEWEST_RETRIED = 5  # slots; with fewer, a shift by retries cannot be distinguis
 
 
 def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str, Any]:
-    """Return each environment's numbers, see `_env_numbers`, from the slots played so far."""
+    """Return environment -> its numbers as JSON types, from the slots played so far: counts,
+    coverage, success by either convention, effort, families, parts of the outcome, and retries.
+    """
     of_env: dict[str, list[Slot]] = {env_protocol.env.name: [] for env_protocol in protocol.envs}
     for slot in slots:
         of_env[slot.env].append(slot)
@@ -45,9 +47,9 @@ def numbers_of(slots: Sequence[Slot], protocol: EvaluationProtocol) -> dict[str,
 
 
 def headline(result: Result, k: Sequence[int], confidence: float) -> dict[str, Any]:
-    """Return `summary` and FAILED (intervals by the names of `keys`, in either convention),
-    `coverage` and `num_env_errors`, over all environments. If there are several, `by_env` has the
-    same of each (but `num_items` instead of `num_env_errors`).
+    """Return `summary` (intervals by the names of `keys`, without failed slots), FAILED (the same
+    with failed slots as failures), `coverage` and `num_env_errors` (slots that do not count). If
+    there are several environments, `by_env` has `num_items` and the first three of each.
     k: of pass@k. Errors: ValueError if too few episodes count.
     """
 
@@ -199,7 +201,9 @@ class Table:
 
 
 def _conventions(table: Table, confidence: float) -> dict[str, Any]:
-    """Return `summary`, FAILED (the two conventions) and pass `curves`; {} each if none counts."""
+    """Return `summary` (without failed slots), FAILED (with them as failures) and `curves` (pass@k
+    and pass^k for every k); {} each if none counts.
+    """
     if np.isnan(table.greedy).all() and np.isnan(table.samples).all():
         return {"summary": {}, FAILED: {}, "curves": {}}
     summary = success(table.greedy, table.samples, table.families, confidence=confidence)
@@ -295,8 +299,8 @@ def _json(interval: Interval | None) -> dict[str, Any] | None:
 
 def _retried(counted: Sequence[Slot], confidence: float) -> dict[str, Any]:
     """Success of slots that needed another attempt, compared with the others (Fisher's exact test).
-    If it `differs`, the failures did not fall on random episodes. `p_value` is None, for no test,
-    without others or with fewer than FEWEST_RETRIED.
+    If it `differs`, the failures did not fall on random episodes. Without others, or with fewer
+    than FEWEST_RETRIED, nothing is tested and `p_value` is None.
     """
     retried = [slot.success for slot in counted if slot.failed]
     first_tries = [slot.success for slot in counted if not slot.failed]

@@ -178,7 +178,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def align(before: Result, after: Result) -> dict[str, Pair]:
     """Return environment -> Pair of both results: the sampled episodes if there are any, else the
-    greedy ones. Errors: Incomparable if the questions differ or a result is not finished.
+    greedy ones. Errors: Incomparable if questions or slots differ, or a result is not finished.
     """
     unlike = differences(before.identity, after.identity)
     if unlike:

@@ -60,7 +60,8 @@ class Table:
 
 
 async def play(table: Table, ledger: Ledger) -> None:
-    """Play each missing slot once and commit all that was played, also on an error.
+    """Play each missing slot, a failed attempt again within the protocol's max_attempts. Commit all
+    that was played, also on an error.
     Errors: EvaluationStopped if the policy stopped or too many failed; Fenced, StoreFull.
     """
     try:
@@ -105,8 +106,8 @@ async def _side_by_side(table: Table, ledger: Ledger) -> None:
 
 
 async def _until_stopped(workers: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all workers. If one raises EvaluationStopped, the others finish their current episodes,
-    and nothing is raised; any other error cancels them and is raised.
+    """Run all workers. If one raises EvaluationStopped, wait for the others, which stop after their
+    current episodes, and raise nothing; any other error cancels them and is raised.
     """
     tasks = [asyncio.create_task(worker) for worker in workers]
     try:

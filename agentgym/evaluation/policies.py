@@ -45,7 +45,7 @@ ENGINE_PACKAGES = {"torch": ("torch", "transformers"), "vllm": ("vllm", "torch",
 
 
 class PolicyKind(StrEnum):
-    """Kind of policy."""
+    """Kinds of policies that can be evaluated."""
 
     EXPERT = "expert"
     RANDOM = "random"
@@ -201,8 +201,8 @@ def weights_contender(
 
 
 def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) -> Contender:
-    """Return a commit's weights as a policy. Errors: ConfigError if the model's context is shorter
-    than model.context_tokens.
+    """Return a commit's weights as a policy. Errors: those of `load_checkpoint`; ConfigError if the
+    model's context is shorter than model.context_tokens.
     """
     from agentgym.models.architecture import read_architecture, require_positions
     from agentgym.models.checkpoint import load_checkpoint, policy_digest

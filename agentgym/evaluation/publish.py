@@ -316,7 +316,9 @@ def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> lis
 
 
 def _intervals(manifest: Manifest, part: str = "summary") -> dict[str, Interval]:
-    """Return `results[part]` as intervals by name, greedy first, without pass@1, equal to avg@n."""
+    """Return `results[part]` as intervals by name, greedy first, without pass@1 (equal to avg@n)
+    and without the key `baseline`.
+    """
     rows = sorted(manifest.results[part].items(), key=lambda item: item[0] != "greedy")
     return {name: Interval(**row) for name, row in rows if name not in ("baseline", "pass_at_1")}
 
@@ -383,7 +385,7 @@ def _tokens(result: Result) -> float | None:
 def own_results(store: RunStore, evaluation: Manifest, champion: Version) -> tuple[Result, Result]:
     """Return (the champion's result, the candidate's), from their runs' own evaluations.
     evaluation: the candidate's. Errors: Incomparable, also if the champion's result is missing or
-    cannot be read; NumbersChanged if the candidate's differs from its episodes.
+    cannot be read; those of `stored_result` for the candidate's, for example NumbersChanged.
     """
     ours = stored_result(store, evaluation)
     theirs = champion.evaluation_in(store)

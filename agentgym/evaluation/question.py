@@ -92,8 +92,9 @@ def question_of_evaluation(store: RunStore, evaluation: Manifest) -> Question | 
 def question_of_version(
     stores: Iterable[RunStore], tracker: Tracker, model: str, version: Version
 ) -> Question | None:
-    """Return the question of a version: from its tag; else from its evaluation in one of these
-    stores; else only the environments, from its MLflow run. None if unknown.
+    """Return the question of a version: from its tag; else from its evaluation in the first store
+    that has it; else only the environments, from its MLflow run. None if unknown, or if that store
+    lacks the run's items. Errors: ValueError or TypeError for a damaged tag.
     """
     try:
         tags = version_tags(tracker, model, version.number)

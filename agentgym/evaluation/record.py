@@ -71,8 +71,8 @@ class Ledger:
         protocol: EvaluationProtocol,
         plan: Plan,
     ) -> Ledger:
-        """Return the ledger as the `earlier` commits left it, with the identity of their plan; if
-        there are none, commit `plan`. make_commit: see the field.
+        """Return the ledger as the `earlier` commits left it, with identity and `about` of their
+        plan; if there are none, commit `plan`. make_commit: see the field.
         """
         ledger = cls(
             make_commit,
@@ -132,7 +132,9 @@ class Ledger:
         self.write(*self.take())
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Remove and return (failed attempts, finished episodes) not yet durable, for `write`."""
+        """Remove and return (failed attempts, finished episodes) not yet durable, for `write`, and
+        count the time to the next commit from now.
+        """
         taken = self._failed, self._finished
         self._failed, self._finished = [], []
         self._committed_at = time.monotonic()

@@ -91,8 +91,8 @@ class Promotions:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[OpenHistory]:
-        """Open the history to write, after sending MLflow its location and an entry that is owed.
-        Errors: HistoryElsewhere, LeaseHeld.
+        """Open the history to write, after sending MLflow its location and an entry that is missing
+        there. Errors: HistoryElsewhere, LeaseHeld.
         """
         with self.history.open() as opened:
             if opened.history.is_owed:
@@ -205,7 +205,9 @@ class Promotions:
         rules: GateConfig,
         question: Question | None,
     ) -> str:
-        """Return how the questions of candidate and champion differ; empty: they do not."""
+        """Return how the questions of candidate and champion differ; empty if they do not, or if
+        one is unknown. question: another one of the candidate, compared too without rules.protocol.
+        """
         theirs = self.question(champion) if champion is not None else None
         envs_only = bool(rules.protocol)
         if theirs is not None:
@@ -313,7 +315,7 @@ class Promotions:
 
     def restore(self) -> None:
         """Send MLflow the last entry and its alias if either is missing; an alias that was moved by
-        hand stays, unless that entry is still owed. Errors: HistoryElsewhere, LeaseHeld.
+        hand stays, unless MLflow lacks that entry. Errors: HistoryElsewhere, LeaseHeld.
         """
         history = self.history
         entries = history.entries()
@@ -347,6 +349,7 @@ class Promotions:
 
     def _tell(self, opened: OpenHistory, *, restore: bool = False) -> None:
         """Send the last entry to MLflow, decision first, alias last, and mark it as settled.
+        A version that MLflow lacks is skipped.
         restore: set the alias even if the entry did not move it.
         """
         entry = opened.entries[-1]

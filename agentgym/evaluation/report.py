@@ -327,6 +327,6 @@ def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
 
 
 def _numbers(summary: Mapping[str, Any]) -> list[str]:
-    """Return a line for each success rate: name, percent, interval; one line if there is none."""
+    """Return a line for each rate but pass@1: name, percent, interval; without any, a remark."""
     rows = [f"{label(key)} {estimate(row)}" for key, row in summary.items() if key != "pass_at_1"]
     return rows or ["nothing counts"]

@@ -235,7 +235,9 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a result from a folder or its `result.json`. Errors: ResultError."""
+        """Read a result from a folder or its `result.json`, and times from the `clock.json` next to
+        that, if there is one. Errors: ResultError.
+        """
         file = path / RESULT if path.is_dir() else path
         clock = file.with_name(CLOCK)
         try:

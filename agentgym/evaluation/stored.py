@@ -92,7 +92,7 @@ def stored_result(store: RunStore, head: Manifest) -> Result:
 
 def _unlike(recorded: Result, result: Result) -> str:
     """Return how a recorded result differs from the computed one; empty: it does not.
-    Numbers that only one of the two has are of another version and are not compared.
+    Lists, and numbers that only one of the two has (of another version), are not compared.
     """
     if recorded.identity != result.identity:
         return "it names another question"

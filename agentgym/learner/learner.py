@@ -97,6 +97,7 @@ class LocalLearner:
     def weights(self) -> dict[str, Tensor]:
         """Return the weights for engines by name, whole and detached: with the adapter merged, or
         only its matrices if `adapter.alone`. They may share memory with the learner's weights.
+        All ranks must call it.
         """
         return dict(self._published())
 
@@ -212,7 +213,9 @@ class LocalLearner:
         return replace(experience, reference=None) if in_reward else experience
 
     def _merges(self, algorithm: PolicyGradientConfig, step: int) -> bool:
-        """Return True if the log-probabilities before the only update can come from its forward."""
+        """Return True if the log-probabilities before the only update can come from its forward:
+        with shared prefixes, one epoch of one minibatch, and no critic warmup.
+        """
         is_only = algorithm.epochs == algorithm.minibatches == 1
         return self._settings.share_prefixes and is_only and not _is_warming(algorithm, step)
 
@@ -379,7 +382,7 @@ class LocalLearner:
         return_memory()
 
     def _reference_scores(self, batch: Batch) -> Tensor:
-        """Return [N] log-probabilities. Errors: ValueError without a reference."""
+        """Return [N] log-probabilities under the reference. Errors: ValueError without one."""
         if self._reference is None:
             raise ValueError("a reference model is needed; none was given to the learner")
         if self._reference is not self._net:

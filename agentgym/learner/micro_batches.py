@@ -71,7 +71,9 @@ class TrainingFlops:
 
     @classmethod
     def of(cls, network: nn.Module, model: Any) -> Self:
-        """Count a network's weights, before it is sharded. model: its language model or decoder."""
+        """Count a network's weights, before it is sharded; embeddings only if they also are the
+        head. model: its language model or decoder.
+        """
         embedding = model.get_input_embeddings().weight
         head = getattr(model, "get_output_embeddings", lambda: None)()
         is_head = head is not None and head.weight is embedding
@@ -252,14 +254,16 @@ class TokenBudget:
         self.tokens = FIRST_TOKENS if self._measures else usual
 
     def begin(self) -> None:
-        """Start to measure a forward and backward: reset torch's peak memory of the device."""
+        """Start to measure an update: reset torch's peak memory of the device. Nothing to do for a
+        budget that is not auto, or on a CPU.
+        """
         if self._measures:
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
 
     def end(self, largest: int) -> None:
-        """Set the budget from the memory taken since `begin`. largest: tokens of the largest
-        micro-batch since then. All ranks call it, or none.
+        """Set the budget from the memory taken since `begin`, if that measures. largest: tokens of
+        the largest micro-batch since then. All ranks call it, or none.
         """
         if not self._measures:
             return
@@ -306,7 +310,8 @@ class Passes:
     def forward_backward(
         self, batch: Batch, dealt: Dealt, loss_of: LossFunction
     ) -> dict[str, float]:
-        """Add the gradient of a loss over the dealt sequences to the parameters' gradients.
+        """Add the gradient of a loss over the dealt sequences to the parameters' gradients, and
+        adapt the token budget to the memory taken.
         Result: name -> sum over all ranks, of the "loss" and of each logged value.
         """
         sums: dict[str, Tensor] = {}

@@ -48,7 +48,8 @@ class LearnerPlan:
 
     def build(self, ranks: ProcessGroup | None = None) -> LocalLearner:
         """Build the learner, or this rank's part of it. ranks: None: one process on the CPU.
-        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit.
+        Errors: BlobMissing, DigestMismatch; ValueError if stored tensors do not fit; KeyError if an
+        optimizer's state is missing.
         """
         model = empty_model(self.architecture, self.weights.dtype)
         if self.adapter is not None:

@@ -87,7 +87,7 @@ def require_positions(config: PretrainedConfig, context_tokens: int, name: str) 
 
 
 def num_positions(config: PretrainedConfig) -> int | None:
-    """Return the number of tokens that a model's positions allow; None if unlimited.
+    """Return the number of tokens that a model's positions allow; None if it states no limit.
 
     `max_position_embeddings` already includes the scaling of rotary positions, except for YaRN
     that a user adds as Qwen's model cards describe: there `factor` extends the original number.

@@ -295,7 +295,9 @@ class PackedSequences:
                 first = index
 
     def _padded(self, sequences: np.ndarray[Any, Any], column: np.ndarray[Any, Any]) -> _PaddedRows:
-        """Return R sequences padded. column: [R, T] index among a sequence's computed tokens."""
+        """Return R sequences padded. sequences: [R] indices; column: [R, T] indices among the
+        computed tokens of each.
+        """
         queries = self._on_device(self._begins[sequences][:, None] + column)
         if self.path is None:
             return _PaddedRows(queries, queries, None)

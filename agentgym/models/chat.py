@@ -328,8 +328,8 @@ class Turns:
         return text
 
     def _blanks_before_actions(self) -> str:
-        """Return the blanks that the template shows between a prompt and an action; "" if none.
-        The policy has to write them, so they are added to `notes`.
+        """Return the blanks that the template shows between a prompt and an action, and add them to
+        `notes`, as the policy must write them; "" if there are none or the prompt opens a thought.
         """
         between = _around(self._text_of(_probe(3)), *_CONTENTS[:2])[1]
         blanks = between.removeprefix(self._next_opening)

@@ -133,6 +133,7 @@ def stored_checkpoint(
     architecture: str, tokenizer_json: bytes, weights: StoredTensors, adapter: Adapter | None = None
 ) -> Checkpoint:
     """Make a checkpoint of stored weights. architecture, adapter: see `Checkpoint`.
+    tokenizer_json: all files of the tokenizer, as JSON {name: text}.
     Errors: ValueError if the tokenizer is not supported.
     """
     files, tokenizer = _stored_tokenizer(tokenizer_json)

@@ -62,6 +62,7 @@ def require_faithful(model: PreTrainedModel) -> None:
     The architecture is judged in float32 arithmetic for any dtype of the weights: a wrong mask
     is then visible and rounding is not. Weights in half precision are then run in their dtype,
     and may differ about as much as two of the model's own attentions.
+    A model that passes is remembered for `require_faithful_once`.
     """
     name = f"{type(model).__name__} ({model.config.name_or_path or 'no name'})"
     for reason in (*unsupported(model.config), *_beside_parameters(model)):

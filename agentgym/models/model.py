@@ -228,7 +228,8 @@ def listed(ids: int | list[int] | None) -> list[int]:
 
 
 def from_config(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make a model with weights drawn from the global generator and with `RAGGED` attention.
+    """Make a model with weights drawn from the global generator, with `RAGGED` attention and with
+    linear layers as by `widen_linear_layers`.
     Errors: ConfigError if its attention does not use transformers' interface.
     """
     from transformers import AutoModelForCausalLM
@@ -301,7 +302,7 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
-    """Write a tokenizer's files, all or none. Errors: ValueError for a file no tokenizer has."""
+    """Write a tokenizer's files; none, but raise ValueError, if no tokenizer has one of them."""
     for name in files:
         if name not in TOKENIZER_NAMES:
             raise ValueError(
@@ -356,7 +357,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter by `change(tensor)`, in place; one of several layers stays shared."""
+    """Replace each parameter by `change(tensor)`, in place; a shared parameter stays shared."""
     changed: dict[nn.Parameter, nn.Parameter] = {}
     for layer in module.modules():
         for name, old in list(layer.named_parameters(recurse=False, remove_duplicate=False)):

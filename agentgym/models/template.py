@@ -103,8 +103,9 @@ def _is_asked(conversation: Conversation) -> bool:
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Render a request's conversations. Return {"texts": [{"text": str} or {"error": str}, ...],
-    "is_dated": True if the template asked for the date}, for `render`.
+    """Render a request's `conversations` with its `template` and `variables`, for `render`.
+    Return {"texts": [{"text": str} or {"error": str}, ...], "is_dated": True if the template asked
+    for the date}.
     Errors: ValueError if the texts have more than MAX_CHARS; MemoryError.
     """
     from transformers.utils.chat_template_utils import render_jinja_template

@@ -177,7 +177,7 @@ class StoredTensors:
 
     @cached_property
     def store(self) -> RunStore:
-        """The store, opened on first use."""
+        """The store, opened on first use. Errors: StoreNotHere."""
         return self.place.visit(self.manifest.step, self.manifest.key)
 
     @cached_property
@@ -215,8 +215,8 @@ class StoredTensors:
 
     def read(self, name: str, rows: Tensor, first_row: int = 0) -> None:
         """Fill `rows` [n, ...] in place, on any device, with a tensor's rows from `first_row` on.
-        The digest is not verified. Errors: BlobMissing; KeyError for an unknown name; ValueError if
-        shape or dtype do not match or rows are out of range.
+        The digest is not verified. Errors: BlobMissing; EOFError if a file is cut off; KeyError for
+        an unknown name; ValueError if shape or dtype do not match or rows are out of range.
         """
         stored = self.tensors[name]
         target = rows.reshape(1) if rows.ndim == 0 else rows
@@ -411,7 +411,9 @@ def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
 
 
 def digest_of(manifest: Manifest, name: str) -> str:
-    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests."""
+    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests.
+    Errors: as `files_of`.
+    """
     blobs = [manifest.blobs[file] for file in files_of(manifest, name)]
     if len(blobs) == 1:
         return blobs[0].digest

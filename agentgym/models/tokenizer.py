@@ -239,7 +239,7 @@ class PieceTokenizer:
         self, encoding: Encoding, ids: Sequence[int], text: str, names: Mapping[str, str] = NO_NAMES
     ) -> list[Span]:
         """Return the spans of the control tokens among the ids. If one is the unknown token, too,
-        it counts only where the text spells it.
+        it counts only where the text spells it. ids: the encoding's, as without `names`.
         """
         spans = []
         for at, index in enumerate(ids):

@@ -34,8 +34,9 @@ class Pages:
     """Renderer of the viewer's page templates, for a running server or for a bundle of files."""
 
     def __init__(self, links: object, *, is_live: bool) -> None:
-        """links: an object with a method for each kind of page, which returns the page's address,
-        or "" if there is no page. is_live: a running server has the pages; false: a bundle.
+        """Set the variables of all pages. links: has a method for each kind of page, which returns
+        its address, or "" if there is no page. is_live: the pages are a running server's; false:
+        a bundle's.
         """
         self._everywhere = {"link": links, "live": is_live}
 
@@ -132,13 +133,13 @@ def points(difference: float) -> str:
 
 
 def estimate(row: Mapping[str, float]) -> str:
-    """Format a share in percent with its interval: `50.0 [40.0, 60.0]`."""
+    """Format a share (row: `mean`, `low`, `high`) in percent: `50.0 [40.0, 60.0]`."""
     mean, low, high = (percent(row[part], "") for part in ("mean", "low", "high"))
     return f"{mean} [{low}, {high}]"
 
 
 def gain(row: Mapping[str, float]) -> str:
-    """Format a difference in points with its interval: `+2.0 [−1.0, +5.0]`."""
+    """Format a difference (row: `mean`, `low`, `high`) in points: `+2.0 [−1.0, +5.0]`."""
     return f"{points(row['mean'])} [{points(row['low'])}, {points(row['high'])}]"
 
 

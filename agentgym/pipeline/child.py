@@ -37,8 +37,8 @@ def run_command(
     title: names the command in errors. place: path of its parameters and its log in the state
     folder, without suffix. wait_s: how long the command waits for work that another process does.
     stop: once set, the process is stopped and its commits remain.
-    Errors: ConfigError for bad input (exit code 2), RuntimeError for other failures, both with the
-    title and the end of the log; Stopped.
+    Errors: ConfigError for bad input (exit code 2), RuntimeError for other failures and after
+    TIMEOUT_S, both with the title and the end of the log; Stopped.
     """
     params = cfg.state_dir / f"{place}.yaml"
     write_whole(params, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode())

@@ -47,14 +47,18 @@ class Invited:
     cfg: RunConfig
 
     def instructions(self, rules: Mapping[str, str]) -> dict[str, str]:
-        """Return environment -> instructions of its episodes. rules: the same, of its server."""
+        """Return environment -> instructions that begin its episodes.
+        rules: environment -> instructions that its server sends.
+        """
         if not self.contender.knows_rules:
             return instructions_of(self.protocol, rules)
         names = [settings.env.name for settings in self.protocol.envs if settings.instructions]
         return {env: rules[env] for env in names}
 
     def lines(self, rules: Mapping[str, str]) -> list[str]:
-        """Return a line per environment on the policy's prompts; [] if it was trained here."""
+        """Return a line per environment on the policy's prompts; [] if it was trained here.
+        rules: see `instructions`.
+        """
         instructions = self.instructions(rules)
         return (
             [] if self.contender.knows_rules else list(adapted_lines(self.protocol, instructions))
@@ -64,8 +68,9 @@ class Invited:
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
     """Return a policy ready to play; its model may be downloaded.
 
-    If the request names no protocol, a model that was not trained here gets the rules and enough
-    tokens to answer. Errors: ConfigError.
+    If the request names no protocol, a model that was not trained here gets the rules, enough
+    tokens to answer and, in the engine `torch`, fewer episodes at a time for the same memory,
+    unless the request sets these. Errors: ConfigError.
     """
     playing = playing_config(run, protocol, request.engine)
     contender = contender_of(run, playing, request)
@@ -188,7 +193,9 @@ def _registered(cfg: RunConfig, name: PolicyName, folder: Path) -> Path:
 
 
 def _model_folder(name: PolicyName) -> Path:
-    """Return a local folder, or download a repository from the Hub. Errors: ConfigError."""
+    """Return the policy's folder; if there is none of its name, download the weights and texts of
+    that repository from the Hub. Errors: ConfigError.
+    """
     if Path(name.name).is_dir():
         return Path(name.name)
     from huggingface_hub import snapshot_download
@@ -260,7 +267,9 @@ def export(
 
 
 def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
-    """Return a step's newest commit. run: see `export`. Errors: ConfigError if without weights."""
+    """Return a step's newest commit. run: see `export`.
+    Errors: ConfigError for an unknown run or step, or if the commit has no weights.
+    """
     from agentgym.models.checkpoint import has_weights
 
     heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)

@@ -46,7 +46,7 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
 
 def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
-    `dvc exp run -S horizon.stage_steps=[5]`.
+    `dvc exp run -S horizon.stage_steps=[5]`, or cannot be read.
 
     DVC would run steps that the run does not have, or leave some out.
     """
@@ -169,7 +169,9 @@ def numbers(outcome: Outcome, store: RunStore) -> dict[str, float]:
 
 
 def metrics(results: Mapping[str, Any]) -> dict[str, float]:
-    """Return an evaluation's means by name, `gain` over its baseline, if any, and `coverage`."""
+    """Return an evaluation's means by name, `gain` over its baseline, if any, and `coverage`.
+    Values have four decimal places; pass_at_1, which equals avg@n, is left out.
+    """
     means = {
         name: interval["mean"]
         for name, interval in results["summary"].items()
@@ -204,7 +206,8 @@ def pointer(cfg: RunConfig, outcome: Outcome) -> str:
 
 
 def confirm_pointers(cfg: RunConfig, folder: Path) -> dict[str, str]:
-    """Verify what the pointers in `folder` name, deliver it to MLflow and keep the configuration.
+    """Verify what the pointers in `folder` name, deliver it to MLflow, and write the run's
+    configuration into the store.
 
     Result: step -> digest. Errors: ConfigError if the store lacks some of it, with the ways to get
     it; DigestMismatch, BlobMissing, LedgerUnavailable.

@@ -141,8 +141,9 @@ class Forecast:
 
 
 def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
-    """Estimate a run's memory and time, and measure a CPU's speed. commit: bytes of one, if known.
+    """Estimate a run's memory and time, and measure a CPU's speed, see `matrix_speed`.
 
+    commit: bytes of one commit, if known; None: estimated.
     Errors: ConfigError if the model's config.json is not on this machine.
     """
     from agentgym.models.half import has_fast_half

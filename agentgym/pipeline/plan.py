@@ -31,7 +31,9 @@ def plan(cfg: RunConfig) -> list[PlannedStep]:
 
 
 def num_commits(cfg: RunConfig) -> int:
-    """Maximum number of commits that the stages of a run make."""
+    """Maximum number of commits that the stages of a run make by `store.commit_every`. Further
+    ones, by `store.keep_best` and of exploration, are not counted.
+    """
     every = cfg.store.commit_every
     return sum(
         sum(step % every == 0 for step in range(stage.first_step, stage.last_step)) + 1
@@ -132,7 +134,7 @@ def changed(now: Any, before: Any, path: str = "") -> list[str]:
 
 
 def _few(texts: list[str], num: int = 3) -> str:
-    """Join the first `num` texts, cut to 80 characters, and state how many more there are."""
+    """Join the first `num` texts, each cut to 80 characters, and state how many more there are."""
     more = f" and {len(texts) - num} more" if len(texts) > num else ""
     return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more
 

@@ -89,9 +89,10 @@ def evaluate_policy(
 ) -> Evaluated:
     """Play the missing episodes of an evaluation, score them and store the result.
 
-    A finished evaluation is returned from the store, and an interrupted one is resumed.
+    A finished evaluation is returned from the store, and an interrupted one is resumed. Its files
+    are then written to the state folder, and its numbers to MLflow if that can be reached.
     tell: called before the first turn with the prompt settings of a model not trained here.
-    Errors: ConfigError before anything starts; LeaseHeld if another process runs the evaluation.
+    Errors: ConfigError before the first turn; LeaseHeld if another process runs the evaluation.
     """
     protocol = protocol_for(cfg, request)
     items = items_of(protocol, cfg)
@@ -126,6 +127,7 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
 
 def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtocol:
     """Return the protocol that the request names, else the run's, with the request's changes.
+    In the run's, a model not trained here gets a context that is longer than its longest reply.
     Errors: ConfigError.
     """
     if request.protocol:
@@ -146,7 +148,8 @@ def _evaluate(
     progress: Progress,
     tell: Callable[[str], None] = logger.info,
 ) -> Evaluated:
-    """Play, score and store the evaluation of a policy, unless the store has its result.
+    """Play, score and store the evaluation of a policy, unless the store has its result. In both
+    cases write its files and deliver it, see `kept`. Errors: ConfigError, LeaseHeld.
 
     protocol: the one for every policy; `invited` has the one adapted to this policy.
     """
@@ -200,7 +203,9 @@ def _evaluate(
 
 
 async def _require_hints(pool: EnvPools, items: Mapping[str, Sequence[Item]]) -> None:
-    """Raise ConfigError if an environment gives no hints in one session. Log other errors."""
+    """Open a session on the first item of each environment. Raise ConfigError if it offers no
+    hints; log any other EnvError.
+    """
     for first, *_ in items.values():
         try:
             async with pool.session(first, f"hints-{secrets.token_hex(8)}") as session:
@@ -313,7 +318,7 @@ def kept(
 ) -> Evaluated:
     """Write the files of an evaluation to the state folder, and return it with their folder.
 
-    tell: deliver it to MLflow, too, if it has a committed result.
+    how, stopped: see `Evaluated`. tell: deliver it to MLflow, too, if it has a committed result.
     """
     folder = cfg.state_dir / "evaluations" / manifest.key[:12]
     folder.mkdir(parents=True, exist_ok=True)

@@ -61,8 +61,9 @@ def run_step(
 
     environment: offer_expert -> endpoints of running servers; without it the step starts and ends
     its own servers. It also starts and ends its own engine, except inside `one_engine`.
+    Commits are delivered to MLflow, also those of a step that was done.
     Errors: ConfigError if the name is unknown or a parent is not done; LeaseHeld if another process
-    runs the step; DigestMismatch if stored content is not what was committed.
+    runs the step; DigestMismatch, BlobMissing for stored content; LedgerUnavailable; AlarmStop.
     """
     table = steps_of(cfg)
     if name not in table:
@@ -147,7 +148,7 @@ def _closed_where_it_fails(cfg: RunConfig, store: RunStore) -> Iterator[None]:
 def _run_elsewhere(
     step: Step, cfg: RunConfig, store: RunStore, key: str, environment: Environment | None
 ) -> Outcome:
-    """Run the step as a job on a cluster. Errors: see `run_as_job`."""
+    """Run the step as a job on a cluster, then `confirm` its result. Errors: see `run_as_job`."""
     from agentgym.deploy.jobs import run_as_job
 
     head = store.head(step.name, key)
@@ -193,7 +194,9 @@ def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
 
 
 def require_key(name: str, cfg: RunConfig, expected: str) -> None:
-    """Raise ConfigError unless source, data and settings give the step this key here, too."""
+    """Raise ConfigError unless source, data and settings give the step the key `expected` here,
+    too. An unknown name passes: `run_step` reports it.
+    """
     table, done = steps_of(cfg), finished(cfg, open_store(cfg))
     if name in table and all(parent in done for parent in table[name].parents):
         key = key_of(table[name], cfg, done)

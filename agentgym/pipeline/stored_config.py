@@ -163,10 +163,9 @@ def _differences(now: Mapping[str, Any], kept: Mapping[str, Any]) -> Iterator[st
 
 
 def existing(cfg: RunConfig, name: str = "") -> str:
-    """Return a text that lists the known runs.
-
-    name: a run whose configuration the store lacks, because an earlier version made it; its missing
-    overrides are added to the text.
+    """Return a text that lists the known runs. name: a run whose configuration the store lacks,
+    because an earlier version made it; overrides that give its settings are added to the text.
+    Without them a step that an incompatible version made is named, if there is one.
     """
     delivered, store = delivered_steps(cfg), open_store(cfg)
     keys = dict.fromkeys([*delivered, *(head.key[:16] for head in store.heads(STEP))])
@@ -184,7 +183,9 @@ def existing(cfg: RunConfig, name: str = "") -> str:
 
 
 def missing_overrides(cfg: RunConfig, made: Sequence[Manifest]) -> str:
-    """Return `--set key=value` with a run's values for all settings that differ from `cfg`."""
+    """Return `--set key=value` options with a run's values for all settings of `cfg` that differ,
+    quoted for a shell. made: commits of the run.
+    """
     here, there = _flat(cfg.semantic()), {}
     for head in made:
         there.update(_flat(head.config))
@@ -210,7 +211,7 @@ def how_to_find(params: str, overrides: Sequence[str], cfg: RunConfig) -> str:
     """Return the options, after a space, with which a command finds a run of these parameters.
 
     They are the parameter file, overrides of settings that no run stores, and overrides of
-    environments whose options come from the owner alone.
+    environments whose options come from the owner alone; logins in them are removed.
     cfg: the configuration that both give.
     """
     reaches_out = any(outward(env.name, env.options) for env in cfg.envs)
@@ -223,7 +224,9 @@ def how_to_find(params: str, overrides: Sequence[str], cfg: RunConfig) -> str:
 
 
 def _says_where(path: Sequence[str]) -> bool:
-    """Return True for an operational setting, and for a section that has such settings."""
+    """Return True if a dotted path, in parts, is an operational setting or a whole section, which
+    may have some; False for the sections WHILE_TRAINING and all in them.
+    """
     if path[0] in WHILE_TRAINING:
         return False
     model: type[Section] = RunConfig

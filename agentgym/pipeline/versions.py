@@ -61,9 +61,10 @@ def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
 
 def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
     """Let the gate judge a registered version, record its decision, and move the alias if it
-    promotes. Missing evaluations are played first.
+    promotes. Missing evaluations are played first; `gate.require_audit` also runs an audit.
 
-    A repeated call returns the recorded decision, until the alias moves. Errors: ConfigError.
+    A repeated call returns the recorded decision, until the alias moves.
+    Errors: ConfigError, LedgerUnavailable.
     """
     store, splits = open_store(cfg), load_data(cfg)
     chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
@@ -93,10 +94,9 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
 def _evidence(
     cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
 ) -> Evidence:
-    """Return the evidence for the gate.
-
-    It is from the runs' own evaluations if the store has both and they are comparable; else both
-    models play by one protocol.
+    """Return the evidence for the gate. It is from the two runs' own evaluations if these are in
+    the store and comparable, and `gate.protocol` is empty; else candidate and champion, if there is
+    one, play by one protocol.
     """
     store = open_store(cfg)
     final = candidate.evaluation_in(store)
@@ -109,7 +109,9 @@ def _evidence(
 
 
 def force(cfg: RunConfig, number: str, why: str) -> Entry:
-    """Move the alias without the gate and record a person's reason. Errors: ConfigError."""
+    """Move the alias without the gate and record a person's reason.
+    Errors: ConfigError, also without a reason.
+    """
     if not why.strip():
         raise ConfigError("--force needs --why: the history records why the gate was passed over")
     with reaching(cfg.tracking_uri):
@@ -133,6 +135,7 @@ def standing(cfg: RunConfig) -> tuple[list[Entry], Standing]:
 
 def champion_files(cfg: RunConfig, now: Standing) -> tuple[bool, str]:
     """Compare the files of the version that has the alias with those that were registered.
+    now: from `standing`.
 
     Result: (True if they were changed or are gone, a line to print); (False, "") without a version.
     """

@@ -107,7 +107,8 @@ class Attempts:
         failed: Callable[[Trajectory], None] = lambda _: None,
     ) -> Trajectory:
         """Play an episode; return the trajectory of the first valid attempt, else of the last one.
-        Failures are logged and added to `failures`. barrier: awaited before each turn.
+        No attempt follows a final failure of the player. Failures are logged and added to
+        `failures`. barrier: awaited before each turn.
         failed: called with the trajectory of every failed attempt that is repeated.
         """
         settings = self.settings

@@ -202,7 +202,8 @@ class EnvClient:
 
     def _send_bundles(self, endpoint: str) -> None:
         """Start to send the waiting requests in at most BUNDLES batches at a time, each of about
-        half the unanswered requests; the rest waits until a batch has returned.
+        half the unanswered requests, MAX_BATCH and about BUNDLE_BYTES at most; the rest waits until
+        a batch has returned.
         """
         waiting, under_way = self._waiting[endpoint], self._under_way[endpoint]
         while waiting and len(under_way) < BUNDLES:

@@ -89,6 +89,7 @@ class OpenEnvSession:
 
     async def step(self, action: str) -> StepReply:
         """Send one action, only once, and return the answer; update `turn` and `observation`.
+        Without the server's own `success`, an end with a positive sum of rewards is a success.
         action: cut by `sendable`. Errors: EnvError.
         """
         data = await self._ask("step", {self._fields.action: sendable(action)})
@@ -198,7 +199,8 @@ class OpenEnvPool(ForeignPool):
     @asynccontextmanager
     async def session(self, item: Item, request_key: str) -> AsyncIterator[OpenEnvSession]:
         """Yield an open session on the item; close it after the block.
-        request_key: sent to the server as a name of the episode. Errors: EnvError.
+        request_key: sent to the server as a name of the episode. Errors: EnvError; ValueError for
+        a server without unique text fields.
         """
         session = await self._repeated(
             lambda: self._begin(self._less_used(), item.task_id, request_key),

@@ -393,8 +393,8 @@ async def check_endpoints(
 
 
 def check_env_servers(env: EnvConfig) -> None:
-    """Check the configured endpoints, if any, before a run begins.
-    Errors: EnvError if one does not answer, ConfigError if one does not match the configuration.
+    """Check the configured endpoints, if any, before a run begins. Errors: EnvError if one does not
+    answer; ConfigError if one does not match the configuration or offers its expert.
     """
 
     async def ask() -> None:

@@ -170,9 +170,9 @@ class StepContext(StepReader):
         """Write a commit: weights first, manifest last, then MLflow. Then old weights are pruned.
 
         A kill between any two of these loses nothing and repeats nothing.
+        A commit that is being written in the background is awaited first; its errors are raised.
         blobs, snapshot: content that is equal to the bit in every run of the same step. records:
-        content with times.
-        Errors: AlarmStop, after the commit.
+        content with times. Errors: those of `StepWriter.commit`; AlarmStop, after the commit.
         """
         self._finish_writing()
         logs = {**_logs(self._watched(points), trajectories), **(records or {})}
@@ -248,7 +248,7 @@ class StepContext(StepReader):
         return self
 
     def __exit__(self, kind: object, stopped: BaseException | None, trace: object) -> None:
-        """Close. If the step raised, keep its exception; a failed commit is only logged."""
+        """Close. If the step raised, keep its exception; a failed commit is then only logged."""
         try:
             self.close()
         except Exception as error:

@@ -59,7 +59,7 @@ def max_turns(config: HorizonConfig, step: int, state: HorizonState = HorizonSta
     """Return the horizon at optimizer step 1, 2, ...
 
     It is a pure function of step and recorded state, so that a resumed run cannot shift it.
-    The last stage's horizon applies to all later steps.
+    The last stage's horizon applies to all later steps. Errors: ValueError for a step below 1.
     Source: ScalingInter-RL, arXiv:2509.08755; adaptive is ours.
     """
     if step < 1:

@@ -99,7 +99,8 @@ class Bucket:
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
         """Return (`consume(body)`, response). If a response breaks off, which botocore does not
-        retry, request it again. how: further arguments of the request. Errors: StoreUnreachable.
+        retry, wait and request it again, MAX_ATTEMPTS in all. how: further arguments of the
+        request. Errors: FileNotFoundError, StoreUnreachable.
         """
         for attempt in range(1, MAX_ATTEMPTS + 1):
             with self._translated(key):
@@ -115,10 +116,10 @@ class Bucket:
         )
 
     def put_if(self, key: str, data: bytes, etag: str | None) -> str | None:
-        """Replace the object while it has this ETag; with None create it while it does not exist.
+        """Replace the object if it has this ETag; with None create it if it does not exist.
 
         Result: the new ETag; None if the condition does not hold, or if it did, but the response
-        was lost.
+        was lost. Errors: StoreUnreachable, also if MAX_ATTEMPTS writes collided with others.
         """
         from botocore.exceptions import ClientError
 
@@ -153,7 +154,9 @@ class Bucket:
             self._client.upload_fileobj(whole_parts, self.name, key, Config=config)
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `start` on. Errors: FileNotFoundError, EOFError."""
+        """Fill `buffer`, which must not be empty, with the object's bytes from index `start` on.
+        Errors: FileNotFoundError; EOFError if there are too few.
+        """
         span = f"bytes={start}-{start + len(buffer) - 1}"
         data, _ = self._read(key, lambda body: body.read(), Range=span)
         if len(data) != len(buffer):
@@ -177,7 +180,9 @@ class Bucket:
             self._client.delete_object(Bucket=self.name, Key=key)
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`, as `ls` does: objects, then folders."""
+        """Return the names directly below `prefix`, as `ls` does: objects, then folders.
+        They are without `prefix` and without a slash at the end.
+        """
         pages = self._pages("list_objects_v2", prefix, Delimiter="/")
         objects = [row["Key"] for page in pages for row in page.get("Contents", ())]
         folders = [row["Prefix"] for page in pages for row in page.get("CommonPrefixes", ())]

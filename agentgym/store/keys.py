@@ -62,9 +62,9 @@ def source_digest(modules: Sequence[str]) -> str:
 
     A package includes all modules below it, and its templates of web pages.
     Modules in STATE_ONLY are left out unless `modules` contains them.
-    A third-party package counts whole, with its data files and its version, because it may import
-    by name.
-    Files are read once per process.
+    A third-party package in `modules` counts whole, with its data files and its version, because it
+    may import by name.
+    The result is cached for this process, also if files change.
     Errors: ValueError for a module that does not exist.
     """
     return _digest_once(tuple(sorted(set(modules))))
@@ -133,8 +133,9 @@ def package_folders(others: Collection[str] = ()) -> dict[str, Path]:
 
 def source_files(modules: Sequence[str], folders: Mapping[str, Path]) -> dict[str, Path]:
     """Return module name -> file, for `modules` and all they import from the packages in `folders`.
-    A package's templates have names such as `package/templates/page.html`. Sorted by name.
-    Errors: ValueError for a module that does not exist.
+    A package includes all modules below it; its web pages have names such as
+    `package/templates/page.html`. STATE_ONLY modules are left out unless `modules` contains them.
+    Sorted by name. Errors: ValueError for a module that does not exist.
     """
     files: dict[str, Path] = {}
     waiting: list[str] = []
@@ -186,7 +187,9 @@ def _below(module: str, path: Path) -> Iterator[str]:
 
 @functools.cache  # one file belongs to the sources of many steps
 def _imports(module: str, path: Path, source: bytes) -> tuple[str, ...]:
-    """Return the imported names that may be modules; with a.b.c also a and a.b, which run, too."""
+    """Return the names that `source`, the code of `module`, imports; some may be no modules.
+    Packages above a name are included, and those above `module`, because importing runs them.
+    """
     names = list(_chain(module.rpartition(".")[0]))
     for node in _statements(ast.parse(source, filename=str(path))):
         if isinstance(node, ast.Import):

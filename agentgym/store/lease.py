@@ -46,7 +46,9 @@ def when_free(call: Callable[[], T], wait_s: float) -> T:
 
 
 class Fenced(RuntimeError):
-    """A newer holder, whose commits are untouched, took this step over; this writer must stop."""
+    """Another process took this step over or deleted it, or a commit number is used already.
+    This writer must stop; commits that others made are untouched.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,9 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {since} (epoch {self.epoch})"
 
     def refuse_if_alive(self, silent_s: float, *, ttl_s: float, what: str) -> None:
-        """Raise LeaseHeld if this holder `is_alive`, else log the takeover. what: a step's name."""
+        """Raise LeaseHeld if this holder is alive, else log the takeover.
+        silent_s, ttl_s: see `is_alive`. what: the step in messages.
+        """
         is_alive, is_near = self.is_alive(silent_s, ttl_s=ttl_s), self.is_near()
         if is_alive and is_near:
             raise LeaseHeld(f"{what} is held by {self}; wait for it or stop that process")
@@ -137,7 +141,9 @@ class Tenure:
 
     @property
     def was_interrupted(self) -> bool:
-        """False if the work itself failed; True for every other end, also a normal one."""
+        """False if the work itself failed; True for every other end, also a normal one, and before
+        the end.
+        """
         return not self.reason or self.reason.startswith(INTERRUPTED)
 
     def __str__(self) -> str:
@@ -149,8 +155,9 @@ class Tenure:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason for releasing a lease early: one line, without logins, MAX_REASON at most.
-    It begins with INTERRUPTED if `error` is no Exception, for example a KeyboardInterrupt.
+    """Return `error` as the reason for releasing a lease early: type and message on one line, at
+    most MAX_REASON characters, URLs without logins.
+    If it is no Exception, for example a KeyboardInterrupt: INTERRUPTED and the type alone.
     """
     if not isinstance(error, Exception):
         return f"{INTERRUPTED} ({type(error).__name__})"
@@ -179,10 +186,14 @@ def process_start(pid: int) -> str | None:
 
 
 class Lease(ABC):
-    """A lease of this process, which a daemon thread renews by `_beat` until `release`."""
+    """A lease of this process. A daemon thread renews it by `_beat` until `release`, or until a
+    newer holder has it, which it logs.
+    """
 
     def __init__(self, holder: Holder, ttl_s: float, what: str) -> None:
-        """Start the heartbeat. A back end's constructor calls this last."""
+        """Start the heartbeat, one in `ttl_s` / 4 seconds. what: the step in messages.
+        A back end's constructor calls this last.
+        """
         self.holder = holder
         self._what = what
         self._stop = threading.Event()
@@ -193,7 +204,7 @@ class Lease(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise Fenced if there is a newer holder."""
+        """Raise Fenced if there is a newer holder, or if the step is gone from S3."""
 
     @abstractmethod
     def commit(self, first: int, last: int, data: bytes) -> None:
@@ -214,11 +225,13 @@ class Lease(ABC):
 
     @abstractmethod
     def begin_anew(self) -> None:
-        """If the commits were collected, make the step ready for new ones. Errors: Fenced."""
+        """If the commits were collected, remove leftovers and allow new commits. Errors: Fenced."""
 
     @abstractmethod
     def sweep(self) -> int:
-        """Remove partial files of killed writers, but no whole blobs. Return their number."""
+        """Remove temporary files, incomplete uploads and uncommitted manifests of killed writers,
+        but no whole blobs. Return their number. Errors: Fenced.
+        """
 
     @abstractmethod
     def _beat(self) -> None:
@@ -290,7 +303,9 @@ class Folder(Protocol):
     place: str  # path or URL, for messages
 
     def commits(self) -> dict[int, str]:
-        """Return seq of each commit's first manifest -> name of its file, in order."""
+        """Return seq of each commit's first manifest -> name of its file, in order; {} if collected
+        or there is no folder.
+        """
 
     def read(self, name: str) -> bytes: ...
 
@@ -325,11 +340,13 @@ class Folder(Protocol):
         """Return True if there is a file of a manifest or blob, even one of no commit."""
 
     def tenure(self, ttl_s: float) -> Tenure | None:
-        """Return the last tenure of the step's lease; None if no process ever held it."""
+        """Return the last tenure of the step's lease; None if no process ever held it.
+        ttl_s: see `Holder.is_alive`.
+        """
 
     def acquire(self, ttl_s: float, what: str, parents: Sequence[str] = ()) -> Lease:
         """Take the step's lease; `what` names the step in messages, `parents` the manifests it
-        builds on, by digest. Errors: LeaseHeld.
+        builds on, by digest. ttl_s: see `Holder.is_alive`. Errors: LeaseHeld.
         """
 
 

@@ -113,7 +113,9 @@ class Manifest(BaseModel):
 
     @model_validator(mode="after")
     def _names_are_no_paths(self) -> Self:
-        """Raise ValueError for names that are no plain file names: readers write such files."""
+        """Raise ValueError for a step, blob or record name that is unsafe as part of a path, and
+        for a name of both a blob and a record.
+        """
         for step in (self.step, *self.parents):
             if len(step) > 100 or not STEP.fullmatch(step):
                 raise ValueError(f"step name {step!r} is not lower-case words joined by dashes")
@@ -141,7 +143,9 @@ class Manifest(BaseModel):
         return sha256(canonical_json(self.model_dump()))
 
     def to_tree(self) -> dict[str, Any]:
-        """Return the digests and fields as plain JSON types, for the file of the commit."""
+        """Return the digests and fields as plain JSON types, for the file of the commit.
+        An old manifest, without `follows`, gets neither `follows` nor `records_digest`.
+        """
         tree, records_digest = self.model_dump(), {"records_digest": self.records_digest}
         if self.follows is None:  # keep an old manifest byte for byte
             del tree["follows"]
@@ -195,7 +199,9 @@ def encode_commit(manifests: Sequence[Manifest]) -> bytes:
 
 
 def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
-    """Return the verified manifests of a commit's file. where: names it. Errors: ManifestError."""
+    """Return the verified manifests of a commit's file. where: its name in errors.
+    Errors: ManifestError.
+    """
     try:
         tree = json.loads(data)
         _check_depth(tree)
@@ -261,7 +267,9 @@ class StepWriter:
     def __init__(
         self, folder: Folder, lease: Lease, step: str, key: str, commits: list[list[Manifest]]
     ) -> None:
-        """Begin with the step's commits, each a list of the manifests of its optimizer steps."""
+        """Begin with the step's commits, each a list of the manifests of its optimizer steps.
+        The writer appends to the list `commits`. The caller releases `lease`.
+        """
         self.step = step
         self.key = key
         self.epoch = lease.holder.epoch
@@ -298,9 +306,10 @@ class StepWriter:
         """Make everything durable, the manifest last, and return it. A kill before the end leaves
         the previous head valid.
 
+        Parameters are fields of `Manifest`, except `earlier`: optimizer steps since the last
+        commit, each of which gets a manifest in the same file.
         blobs: a `Blob` is stored already, by `RunStore.add` or because it is unchanged.
-        earlier: optimizer steps since the last commit; each gets a manifest in the same file.
-        Errors: Fenced, StoreFull, BlobMissing.
+        Errors: Fenced, StoreFull, BlobMissing; ValueError or TypeError for an invalid field.
         """
         self._lease.check()  # before writing gigabytes for nothing
         last_blobs = {

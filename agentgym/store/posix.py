@@ -54,7 +54,7 @@ class PosixBackend:
 
 
 class PosixFolder:
-    """One step's folder."""
+    """One step's folder on a file system."""
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
@@ -98,7 +98,9 @@ class PosixFolder:
             write_temp(path.parent, data).rename(path)
 
     def stream(self, content: Content) -> Blob:
-        """Write content while another thread hashes it; return its Blob. Errors: StoreFull."""
+        """Write content, while another thread hashes it, to a file that is removed again if the
+        content is stored already. Return its Blob. Errors: StoreFull.
+        """
         with ThreadPoolExecutor(1) as pool:
             hashing = pool.submit(digest_of, content)
             temp = write_pieces(self._path / "blobs", content.pieces(), content.size)
@@ -270,7 +272,7 @@ def _sha256(path: Path) -> str:
 
 
 def _link(content: Path, path: Path) -> None:
-    """Hard-link `content` as `path`, replacing the file there."""
+    """Hard-link `content` as `path`, replacing a file there."""
     temp = path.with_name(f"{TEMP_PREFIX}{secrets.token_hex(8)}")
     os.link(content, temp)
     try:
@@ -280,7 +282,7 @@ def _link(content: Path, path: Path) -> None:
 
 
 def _newest_epoch(leases: Path) -> int:
-    """Return the newest epoch; 0 if there was no holder yet."""
+    """Return the newest epoch, 0 without a lease file. Errors: FileNotFoundError for the folder."""
     names = (name for name in os.listdir(leases) if re.fullmatch(r"\d+\.json", name))
     return max((int(name[:-5]) for name in names), default=0)
 
@@ -302,8 +304,8 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` to a new file in `folder`, durably, and return its path.
-    mode: permissions before the umask. Errors: StoreFull.
+    """Write `data` to a new file in `folder`, durably; return its path. An error leaves no file.
+    mode: permissions before the umask. Errors: StoreFull; other OSErrors pass.
     """
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
 
@@ -334,10 +336,10 @@ def write_pieces(
 
 @contextlib.contextmanager
 def full_disk_told(folder: Path) -> Iterator[None]:
-    """Raise StoreFull in place of any error in the `with` block if `folder` has no space left.
+    """Raise StoreFull in place of an error in the `with` block if `folder` has no space left.
 
     A server with its database in that folder fails with an error that does not name the full disk.
-    Errors: StoreFull; other errors pass unchanged.
+    The test writes and removes a file of PROBE_BYTES. Without `folder`, errors are unchanged.
     """
     try:
         yield
@@ -353,7 +355,9 @@ def full_disk_told(folder: Path) -> Iterator[None]:
 
 
 def create_exclusively(temp: Path, path: Path) -> bool:
-    """Hard-link `temp` as `path`, durably, unless `path` exists. Return True if it was linked."""
+    """Hard-link `temp` as `path`, durably, unless `path` exists. Return True if it was linked.
+    Errors: OSError, for example on a file system without hard links.
+    """
     try:
         os.link(temp, path)
     except FileExistsError:
@@ -390,7 +394,9 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Create or replace a file atomically, durably. mode: before the umask. Errors: StoreFull."""
+    """Create or replace a file atomically and durably, with its folder if that is missing.
+    mode: permissions before the umask. Errors: StoreFull.
+    """
     make_folder(path.parent)
     temporary = write_temp(path.parent, data, mode=mode)
     try:

@@ -57,22 +57,25 @@ class RunStore:
         self._backend = backend
 
     def head(self, step: str, key: str) -> Manifest | None:
-        """Return the head, the newest undamaged manifest; None without commits. Warn of damaged
-        ones. Errors: ManifestError if all are damaged, or one has a newer schema.
+        """Return the head, the newest undamaged manifest; None without commits. Log newer, damaged
+        ones. Errors: ManifestError if all are damaged, or one is another step's or of a newer
+        schema.
         """
         return _newest(self._folder(step, key), f"{step}-{key}")
 
     def final(self, step: str, key: str) -> Manifest | None:
-        """Return the head if the step is done, else None."""
+        """Return the `head` if the step is done, else None. Errors: those of `head`."""
         head = self.head(step, key)
         return head if head is not None and head.done else None
 
     def history(self, step: str, key: str, *, after: int = -1) -> list[Manifest]:
-        """Return every manifest with seq > after, in order."""
+        """Return every manifest with seq > after, in order. Errors: ManifestError."""
         return [manifest for commit in self._commits(step, key, after) for manifest in commit]
 
     def _commits(self, step: str, key: str, after: int = -1) -> list[list[Manifest]]:
-        """Return `history` as one list of manifests per commit."""
+        """Return the manifests with seq > after, in order, as one list per commit.
+        Errors: ManifestError if one is damaged or another step's.
+        """
         folder = self._folder(step, key)
         files = list(folder.commits().items())
         # the last commit that begins at or before `after` may have manifests beyond it
@@ -103,7 +106,9 @@ class RunStore:
         )
 
     def marks(self) -> dict[str, str]:
-        """Return folder of each step -> text that changes with its newest commit; "" for none."""
+        """Return name of each step's folder -> text that changes with its newest commit; the text
+        is empty without commits.
+        """
 
         def mark(name: str) -> str:
             folder = self._backend.folder(name)
@@ -137,7 +142,7 @@ class RunStore:
         return self._folder(step, key).stream(content)
 
     def has(self, manifest: Manifest) -> bool:
-        """Return True if all blobs of the manifest exist with their sizes."""
+        """Return True if all blobs of the manifest exist with their sizes; records are ignored."""
         folder = self._folder(manifest.step, manifest.key)
         try:
             return all(folder.size(blob.path) == blob.size for blob in manifest.blobs.values())
@@ -188,7 +193,7 @@ class RunStore:
             lease.collect()
 
     def finish_collecting(self) -> int:
-        """Finish every killed `collect`, except of leased steps. Return the number of steps."""
+        """Finish every killed `collect`, except of leased steps. Return the number finished."""
         count = 0
         for match in filter(None, map(FOLDER.fullmatch, self._backend.folders())):
             folder = self._backend.folder(match.string)
@@ -215,7 +220,8 @@ class RunStore:
 
     @contextlib.contextmanager
     def open(self, step: str, key: str, parents: Sequence[str] = ()) -> Iterator[StepWriter]:
-        """Drop damaged newest commits and yield a writer; release its lease on any exit.
+        """Finish a `collect`, drop damaged newest commits and yield a writer; release its lease on
+        any exit.
         parents: digests of the manifests it builds on, which are not collected meanwhile.
         Errors: LeaseHeld, ManifestError; ValueError for a step or key of another form.
         """
@@ -359,7 +365,7 @@ def folder_name(step: str, key: str) -> str:
 
 
 def _newest(folder: Folder, owner: str) -> Manifest | None:
-    """Return the newest undamaged manifest, None without commits; warn of damaged ones.
+    """Return the newest undamaged manifest, None without commits; log newer, damaged ones.
     owner: see `_load`. Errors: ManifestError if all are damaged, or of `_load`.
     """
     commits = folder.commits()

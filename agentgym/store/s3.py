@@ -64,7 +64,9 @@ class S3Backend:
             return list(pool.map(function, items))
 
     def _prove_conditions(self) -> None:
-        """Raise ConfigError unless conditional writes work: else a step could have two writers."""
+        """Raise ConfigError unless conditional writes work: else a step could have two writers.
+        The test writes the object `conditions`; once passed, it is not repeated.
+        """
         if self._proven:
             return
         key = f"{self._base}conditions"
@@ -99,7 +101,9 @@ class Head:
     collected: bool = False  # commits and content were removed or are being removed
 
     def commits(self, names: Iterable[str]) -> dict[int, str]:
-        """Return seq -> path of the manifests that count, in order. names: of all manifests."""
+        """Return seq -> path below the step of each committed manifest file, in order.
+        names: all files in manifests/, some without effect as their writer lost its lease.
+        """
         counting = {
             int(match["seq"]): f"manifests/{match.string}"
             for match in map(MANIFEST.fullmatch, names)
@@ -108,7 +112,7 @@ class Head:
         return dict(sorted(counting.items()))
 
     def _epoch_of(self, seq: int) -> int:
-        """Return the epoch of the lease under which commit `seq` was made; 0 if none counts."""
+        """Return the epoch of the lease under which `seq` was committed; 0 if it was not."""
         if seq >= self.num_commits:
             return 0
         return next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
@@ -156,7 +160,9 @@ class S3Folder:
         return Head.from_bytes(data, f"{self.place}/head.json"), etag, age_s
 
     def replace_head(self, head: Head, etag: str | None) -> str | None:
-        """Write the head if its ETag is `etag` and return the new one, see `Bucket.put_if`."""
+        """Write the head if its ETag is `etag`; None: if there is no head yet.
+        Result: the new ETag, or None, see `Bucket.put_if`.
+        """
         return self.bucket.put_if(f"{self.path}/head.json", head.to_bytes(), etag)
 
     def read(self, name: str) -> bytes:
@@ -313,7 +319,9 @@ class S3Lease(Lease):
         self._replace(released=True)
 
     def _replace(self, **changes: Any) -> None:
-        """Replace the head with these fields changed. Errors: Fenced, StoreUnreachable."""
+        """Replace the head by a copy with these fields changed and the next `beat`.
+        Errors: Fenced; StoreUnreachable after NUM_REPLACEMENTS attempts.
+        """
         with self._lock:
             for _ in range(NUM_REPLACEMENTS):
                 head = replace(self._head, beat=self._head.beat + 1, **changes)
@@ -331,7 +339,7 @@ class S3Lease(Lease):
         )
 
     def _read(self) -> tuple[Head, str]:
-        """Return the stored head and its ETag. Errors: Fenced if it is another holder's."""
+        """Return the stored head and its ETag. Errors: Fenced if missing or another holder's."""
         try:
             head, etag, _ = self._folder.head()
         except FileNotFoundError:

@@ -119,7 +119,9 @@ def child_run(cfg: RunConfig, parent_id: str, manifest: Manifest, title: str) ->
 
 
 def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tuple[str, str]:
-    """Return (experiment id, run id) of a step; create missing runs. Errors: LedgerUnavailable."""
+    """Return (experiment id, run id) of a step; create missing runs.
+    Errors: LedgerUnavailable; LedgerError if the experiment was deleted.
+    """
     with reaching(cfg.tracking_uri):
         return tracker_of(cfg).experiment_id, child_run(
             cfg, parent_run(cfg, run_key), manifest, title
@@ -251,7 +253,8 @@ def deliver_comparison(
     The run of each cell's pipeline is created if missing, tagged with the comparison, and ended.
     key: identifies the comparison's run. cells: at least one; the first one's settings are used.
     tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
-    Skipped if the state folder records that this ledger has these files. Repeats change nothing.
+    A delivery is recorded in the state folder. It is skipped if one of these files to this ledger
+    is recorded there. Repeats change nothing.
     """
     cfg, files = cells[0].cfg, {**files, **tables}
     digests = [sha256(f"{path} ".encode() + data) for path, data in sorted(files.items())]
@@ -411,7 +414,9 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
 
 
 def _unattended(tracker: Tracker, store: RunStore, run: Any) -> End | None:
-    """Return the end of a pipeline without a RUNNING step; None if recent or of another store."""
+    """Return (status, reason) to end the run of a pipeline without a RUNNING step with; None if it
+    is recent or of another store.
+    """
     steps = _steps(tracker, run)
     if steps and not store.tenures({_folder(step.data.tags) for step in steps}):
         return None  # the run belongs to another store
@@ -427,7 +432,9 @@ def _is_old(store: RunStore, runs: Sequence[Any]) -> bool:
 
 
 def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
-    """Return True if a running step that MLflow does not know yet builds on a step of this run."""
+    """Return True if a step with a live lease, which MLflow may not know yet, builds on a step of
+    this pipeline's run.
+    """
     live = {digest for holder in store.holders() for digest in holder.parents}
     digests = {step.data.tags.get(MANIFEST, "") for step in _steps(tracker, run)}
     return bool(digests & live)

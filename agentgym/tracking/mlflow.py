@@ -168,7 +168,9 @@ class Tracker:
         )
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
-        """End a run as FINISHED (removes the tag `ended`), FAILED or KILLED. Errors: ValueError."""
+        """End a run as FINISHED (removes the tag `ended`), FAILED or KILLED.
+        Errors: ValueError for another status.
+        """
         if status not in ("FINISHED", "FAILED", "KILLED"):
             raise ValueError(f"status {status!r} must be FINISHED, FAILED or KILLED")
         run = self.client.get_run(run_id)
@@ -276,8 +278,9 @@ class Tracker:
     def checkpoint_model(
         self, name: str, run_id: str, tags: Mapping[str, str], params: Mapping[str, str]
     ) -> str:
-        """Return the id of a checkpoint's logged model, by name and `tags["step_key"]`. Create it
-        if missing, as an output of the run, with these tags and params.
+        """Return the id of a checkpoint's logged model, by name and `tags["step_key"]`. If there is
+        no complete one, delete the incomplete and create one, as an output of the run, with these
+        tags and params.
         """
         if ready := self.ready_model(name, tags["step_key"]):
             return ready
@@ -394,7 +397,7 @@ def local_path(location: str) -> Path | None:
 
 
 def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Return nested parameters as dotted names, after `prefix`, and texts up to MAX_PARAM_CHARS."""
+    """Return nested parameters flat: `prefix` and dotted name -> text, cut at MAX_PARAM_CHARS."""
     flat: dict[str, str] = {}
     for key, value in params.items():
         flat.update(

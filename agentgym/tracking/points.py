@@ -28,7 +28,7 @@ METRIC_NAME = re.compile(r"[A-Za-z0-9_\-.: /]{1,250}")  # what MLflow accepts
 
 
 class LedgerError(ValueError):
-    """Error for data that MLflow cannot accept, or for an experiment that was deleted."""
+    """Error for data that MLflow cannot accept, damaged metrics, or a deleted experiment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,10 @@ _PER_EPISODE = {TURNS: "rollout/turns_mean", TOKENS: "rollout/tokens_mean"}
 
 
 def progressed(before: Sequence[Point], point: Point) -> dict[str, float]:
-    """Return TURNS and TOKENS -> sum over all episodes that count, up to this point and with it.
+    """Return TURNS and TOKENS -> sum over all training episodes of the run, with this point's.
 
-    Tokens are those of observations and actions. Empty if the point has no episodes.
-    before: the run's training points so far, in order.
+    Episodes that ended as `env_error` are left out. Tokens are those of observations and actions.
+    Empty if the point has no episodes. before: the run's training points so far, in order.
     """
     metric_of = point.metrics.get
     if metric_of("rollout/num_episodes") is None:
@@ -161,7 +161,7 @@ Values = Sequence[float]  # one metric at the optimizer steps that have it
 
 
 class AlarmStop(RuntimeError):
-    """Error that ends a run after a commit because of an alarm whose setting is `stop`."""
+    """Error that ends a run because of an alarm whose setting is `stop`; its commits stay valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +203,9 @@ class Alarm:
 
 
 def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
-    """Return an alarm for each limit broken at a history's last point, but for rules set to off."""
+    """Return an alarm for each limit broken at a history's last point, except for rules set to
+    `off`. history: the run's points in order, not empty.
+    """
     alarms_raised = []
     for name, rule in RULES.items():
         if getattr(alarms, name) != "off":
@@ -215,7 +217,7 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
 
 
 def measured(rule: Rule, history: Sequence[Point]) -> tuple[str, float | None]:
-    """Return (name of the metric, the rule's measure at the last point).
+    """Return (name of the metric, the rule's measure at the last point). history: not empty.
     The name is empty if the point has no such metric; the measure is None if it is not defined.
     """
     metric = rule.metric_of(history[-1])

@@ -51,7 +51,7 @@ def register_model(
 
     alias: moved to this version; None: no alias is moved. step: optimizer step of the weights.
     tags: must have `step_key`; a model is registered once per key, also after a kill at any point.
-    A repeat only sets the tags and moves the alias.
+    A repeat only sets the tags and moves the alias. Versions that MLflow made twice are deleted.
     Result: the version. Errors: ValueError without `step_key`, or if the folder has no model.
     """
     from mlflow.exceptions import MlflowException
@@ -290,8 +290,8 @@ def verified_model(model_uri: str, folder: str | None = None, store: RunStore | 
     Use: `mlflow.transformers.load_model(verified_model("models:/NAME@champion"))`.
     model_uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION` in the registry that MLflow is set to.
     folder: target; a new temporary one by default.
-    store: has the commit with the files' digests. Without it the digests are MLflow's, and a
-    warning is logged.
+    store: has the commit with the files' digests. Without store or commit the digests are MLflow's,
+    and a warning is logged.
     Errors: ValueError; LookupError if there is no such version; ModelChanged.
     """
     import mlflow

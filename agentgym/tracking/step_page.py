@@ -38,7 +38,8 @@ def show_step(
     runs: tuple[str, str],
     title: str,
 ) -> None:
-    """Write the MLflow page of a finished step: its data, evaluation, traces and description.
+    """Write the MLflow page of a finished step: its data, traces and description, and for an
+    evaluation the checkpoint as a logged model and a table of outcomes.
 
     runs: MLflow runs of the pipeline and of the step; points: the points of the last commit.
     title: begins the description. The data of a step that made the splits is the pipeline's, too.
@@ -153,7 +154,8 @@ def note_of_pipeline(
     cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
 ) -> str:
     """Return the description of a pipeline's run: its settings, its results before and after
-    training, links relative to the server's address, and two commands.
+    training, the move of the alias, links relative to the server's address, and two commands.
+    report: the commit of the pipeline's report.
     """
     horizon = " > ".join(map(str, cfg.horizon.max_turns))
     lines = [

@@ -56,7 +56,9 @@ class Ahead(Generic[T]):
             self._thread.start()
 
     def take(self) -> T:
-        """Return the next batch. Errors: the error of its filling; no later batch was started."""
+        """Wait for the next batch and return it; there must be one. Errors: the error of its
+        filling; no later batch was started.
+        """
         if self._thread is None:
             batch = next(self._made)
         else:

@@ -65,10 +65,9 @@ def update_metrics(records: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def shown(cfg: RunConfig, num_tokens: Sequence[int], step: int) -> list[int]:
-    """Draw the episodes whose token numbers are recorded. Result: ascending indices.
-
-    An episode that does not fit into the rest of rollout.token_numbers_kib is skipped.
-    num_tokens: action tokens by episode.
+    """Draw the episodes whose token numbers are recorded: a share rollout.token_numbers_frac, or
+    fewer. An episode that does not fit into the rest of rollout.token_numbers_kib is skipped.
+    num_tokens: action tokens by episode. Result: ascending indices.
     """
     settings, count = cfg.rollout, len(num_tokens)
     bytes_left = 1024 * settings.token_numbers_kib
@@ -150,6 +149,7 @@ class Observer:
 
         update: result of `Learner.update`, None if nothing was learned.
         validation: episodes that were played after the publish.
+        Errors: RuntimeError if an episode was sampled with weights older than configured.
         """
         self.clock.lap("validate")
         experience, updated = update or (None, {})

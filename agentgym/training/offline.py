@@ -44,7 +44,9 @@ Dataset = Sequence[tuple[Trajectory, ...]]
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Play what the recipe explores, if anything, train from the last commit, return the final."""
+    """Play what the recipe explores, if anything, train from the last commit, return the final.
+    Errors: AlarmStop; RuntimeError if exploration found nothing to learn from.
+    """
     set_threads(ctx.cfg.learner_settings.threads)
     cfg = ctx.cfg
     start = ctx.checkpoint
@@ -113,7 +115,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
 
 
 def commits_at(cfg: RunConfig, stage: Stage, step: int) -> bool:
-    """Return True if an optimizer step of the stage ends in a commit."""
+    """Return True if training calls `StepContext.step_taken`, which may commit, after this step."""
     is_validated = bool(cfg.validation.every and step % cfg.validation.every == 0)
     return is_validated or step == stage.last_step or step % COMMIT_EVERY == 0
 
@@ -186,8 +188,8 @@ def dataset_of(
     episodes: Sequence[Trajectory],
     recorded: Sequence[Trajectory] = (),
 ) -> list[tuple[Trajectory, ...]]:
-    """Return the stage's training set from its own episodes.
-
+    """Return the stage's training set from its own episodes, without failed ones and, if the recipe
+    masks them, truncated ones.
     Result: pairs for dpo, successes as tuples of one for agent_evol, nothing for sft.
     recorded: trajectories of others, which dpo compares with each other and with its own episodes
     of the same item.

@@ -52,7 +52,10 @@ MAX_SKIPPED = 10  # optimizer steps in a row without an episode to learn from
 
 
 def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
-    """Train to the stage's end, from its last commit or the parent's; return the final commit."""
+    """Train to the stage's end, from its last commit or the parent's; return the final commit.
+    Errors: AlarmStop; RuntimeError after more than MAX_SKIPPED steps in a row with no episode to
+    learn from.
+    """
     cfg = ctx.cfg
     set_threads(cfg.learner_settings.threads)
     start = ctx.head or ctx.checkpoint

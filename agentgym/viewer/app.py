@@ -31,7 +31,9 @@ THREADS = 8  # threads that render pages; each has its own connection to the ind
 
 
 def make_app(viewer: Viewer) -> FastAPI:
-    """Return the application that serves a viewer's pages. Its shutdown ends games under way."""
+    """Return the application that serves a viewer's pages.
+    Its startup limits its thread pool to THREADS; its shutdown ends the games being played.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -78,7 +80,9 @@ def make_app(viewer: Viewer) -> FastAPI:
 
 
 def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
-    """Add handlers that show known errors as pages; if the index is damaged, they also empty it."""
+    """Add handlers that show known errors as pages.
+    For an error of the index they also empty it, if this process writes it.
+    """
 
     def answers(
         kind: type[Exception], status: int, title: str, hint: str = ""

@@ -61,7 +61,9 @@ class Bodies:
         return {row["id"]: row for row in self._index.reader.execute("SELECT * FROM steps")}
 
     def find(self, address: Address) -> IndexedEpisode:
-        """Read the episode at an address. Errors: Gone if not indexed; else those of `read`."""
+        """Read the episode at an address.
+        Errors: Gone if it is not indexed or its step was removed; those of `read`.
+        """
         reader = self._index.reader
         step = reader.execute("SELECT * FROM steps WHERE folder = ?", (address.folder,)).fetchone()
         if step is None:
@@ -97,8 +99,9 @@ class Bodies:
                     yield IndexedEpisode(row, step, _episode(lines.read(row["size"]), row))
 
     def tokenizer(self, step: sqlite3.Row) -> Tokenizer | None:
-        """Return the tokenizer of a step's episodes; None if no commit has it any more.
-        It is the one that an evaluation names, else the step's own, else its nearest ancestor's.
+        """Return the tokenizer of a step's episodes; None if no step's newest commit has it.
+        If the settings name a tokenizer (an evaluation's policy), only that one is returned.
+        Else it is the step's own, or its nearest ancestor's. Errors: see `file`.
         """
         steps = list(self.steps().values())
         wanted = (json.loads(step["config"] or "{}").get("policy") or {}).get("tokenizer")
@@ -120,7 +123,7 @@ class Bodies:
 
     def _tokenizer_in(self, step: sqlite3.Row, wanted: str = "") -> Tokenizer | None:
         """Return the tokenizer in a step's newest commit; None if there is none.
-        wanted: the tokenizer's digest; None is returned for another one. Empty: any digest.
+        wanted: required digest of the tokenizer; empty: any. A parsed tokenizer is cached.
         """
         commit = self._index.reader.execute(
             "SELECT seq, files FROM commits WHERE (step_id, seq) = (?, ?)",
@@ -139,7 +142,8 @@ class Bodies:
 
     def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
         """Return the settings that identify an evaluation: its step's settings.
-        For an evaluation of a run, return its plan's identity instead, if the index lists the plan.
+        An evaluation within a run is identified by its plan, if the index lists one.
+        Errors: DigestMismatch, BlobMissing.
         """
         try:
             plan = json.loads(self.file(step, 0, PLAN))
@@ -150,7 +154,9 @@ class Bodies:
         return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
-        """Return a commit's verified file. Errors: KeyError for no such file; see `read`."""
+        """Return the content of a commit's file, checked against its digest.
+        Errors: KeyError if the index lists no such file; DigestMismatch, BlobMissing.
+        """
         commit = self._index.reader.execute(
             "SELECT files FROM commits WHERE step_id = ? AND seq = ?", (step["id"], seq)
         ).fetchone()

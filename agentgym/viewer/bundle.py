@@ -163,7 +163,8 @@ def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
     """Yield (name, content) of a bundle's files: pages of a query's episodes that need no server.
-    `index.html` lists at most MOST_PAGES episodes; each has a page and its stored pictures.
+    `index.html` lists the first MOST_PAGES episodes; each has a page (an error page if it cannot
+    be read) and the pictures of its replay, if one is stored. Errors: BadQuery.
     """
     steps = viewer.bodies.steps()
     rows = viewer.lists.all(query, MOST_PAGES)

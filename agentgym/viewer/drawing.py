@@ -75,7 +75,9 @@ NOTHING = Drawing("none")
 
 
 def drawing_of(shot: Shot | None) -> Drawing:
-    """Return the state parsed from a shot, else its picture or text; NOTHING if it has no data."""
+    """Return the state parsed from a shot, or its picture or text if it cannot be parsed.
+    NOTHING without a shot, without its data, or if the data of a PNG are not a PNG.
+    """
     if shot is None or not shot.media_type:
         return NOTHING
     if shot.media_type == "image/png":

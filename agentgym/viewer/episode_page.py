@@ -69,7 +69,9 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/e/{address}/text/{turn}/{part}")
     def text(address: str, turn: int, part: str) -> PlainTextResponse:
-        """Return one text of a turn in full, as plain text; turn 0: the first observation."""
+        """Return one text of a turn in full, as plain text; turn 0: the first observation.
+        part: see PARTS. Errors: 404 for another part or turn.
+        """
         record = viewer.bodies.find(address_in(address)).episode
         if (
             part not in PARTS
@@ -84,7 +86,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.post("/e/{address}/replay")
     def replay(address: str, request: Request) -> RedirectResponse:
-        """Queue a replay of the episode and redirect to its page."""
+        """Queue a replay of the episode, unless the queue is full, and redirect to its page."""
         viewer.replays.ask(viewer.bodies.find(address_in(address)))
         listed = request.url.query
         return RedirectResponse(f"/e/{address}{f'?{listed}' if listed else ''}", 303)
@@ -114,7 +116,8 @@ def episode_page(
 
     overlay: one of OVERLAYS, ignored if the episode lacks its numbers, or empty.
     first: number of the first turn that is shown, from 1. max_turns: the most that are shown.
-    listed: query of the list that the page was opened from. words: to mark; empty: that query's.
+    listed: query string of the list that the page was opened from; empty: no list.
+    words: search words to mark; empty: those of `listed`.
     Errors: BadQuery for an unknown overlay or a bad query.
     """
     episode = entry.episode
@@ -163,7 +166,9 @@ def episode_page(
 def turn_views(
     viewer: Viewer, entry: IndexedEpisode, overlay: str, numbers: range
 ) -> list[TurnView]:
-    """Return views of the turns in `numbers` (from 1); without tokens if `overlay` is empty."""
+    """Return views of the turns in `numbers` (from 1).
+    A view has no tokens if `overlay` is empty or the turn has none on record.
+    """
     episode, shown = entry.episode, None
     if overlay:
         tokenizer = viewer.bodies.tokenizer(entry.step)

@@ -233,8 +233,8 @@ class Index:
 
     def __init__(self, path: Path, root: str) -> None:
         """Open the file at `path` as the index of the store at `root`.
-        The first process that opens it becomes its writer, which makes an empty file if there is
-        none, or if it is damaged or of another schema or store.
+        A process that opens it while no other is its writer becomes the writer. The writer makes an
+        empty file if there is none, or if it is damaged or of another schema or store.
         """
         self.path, self._root = path, root
         self._local = threading.local()
@@ -319,7 +319,9 @@ class Index:
         return lock
 
     def _is_sound(self) -> bool:
-        """Return True for an undamaged file of this schema and store, and mark it as open."""
+        """Return True for an undamaged file of this schema and store, and mark it as open.
+        Its write-ahead log is applied; every page is read only if its last writer did not close it.
+        """
         if not self.path.exists():
             return False
         try:
@@ -346,7 +348,9 @@ class Index:
             return False
 
     def remake(self) -> None:
-        """Replace the file by an empty index, as its writer; this process's readers then use it."""
+        """Replace the file by an empty index, which this process's readers then use.
+        Only the writer may call it.
+        """
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
         self.path.touch(mode=0o600)

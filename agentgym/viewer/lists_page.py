@@ -116,7 +116,9 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
 
 
 def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
-    """Return a row per run of the viewer with episodes, newest first. steps: `Bodies.steps()`."""
+    """Return a row per run with episodes, newest first; only those of `viewer.runs` if it has any.
+    steps: from `Bodies.steps()`.
+    """
     reader = viewer.index.reader
     counts: dict[int, list[tuple[str, int, int]]] = {}
     for step_id, env, _, _, status, _, _, _, n in viewer.lists.counts():
@@ -166,8 +168,9 @@ def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
 
 
 def _final_evaluation(steps: Sequence[sqlite3.Row]) -> tuple[float | None, float | None]:
-    """Return (mean success, coverage) of the newest weights' finished evaluation.
-    Both are None without one; the mean also if no success rate was measured.
+    """Return (success, coverage) of the newest weights' finished evaluation.
+    The success is the mean over environments, None if no rate was measured. Without a finished
+    evaluation both are None.
     """
     finished = [
         (results.get("global_step", 0), step["created"], results)

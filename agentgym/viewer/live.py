@@ -185,7 +185,9 @@ class Room:
         await self._look(game)
 
     async def _look(self, game: Game) -> None:
-        """Set `game.hints`: for a person the possible actions if the environment lists them."""
+        """Set `game.hints`: up to 200 possible actions if a person plays and the environment lists
+        them; else, or if listing them fails with EnvError, none.
+        """
         game.hints = []
         if game.by_hand and not game.over and hasattr(game.session, "hints"):
             with contextlib.suppress(EnvError):
@@ -281,7 +283,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
 
 def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str, EnvConfig]:
-    """Return label -> environment to play on: configured, of stored runs, and each published one.
+    """Return label -> environment to play on: configured ones, those of stored runs that
+    `Servers.known` accepts, and each name in PUBLISHED_COUNTS with default options.
     withheld: list to which the reasons are added why environments of runs are not offered.
     """
     refused = [] if withheld is None else withheld

@@ -51,7 +51,9 @@ class Query:
 
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> Self:
-        """Parse an address's names and values; unknown names are ignored. Errors: BadQuery."""
+        """Parse an address's names and values; unknown names are ignored.
+        Errors: BadQuery for a bad range, sort key, `after` or `before`, or a value too long.
+        """
         facets: dict[str, tuple[str, ...]] = {}
         single: dict[str, str] = {}
         for name, value in parameters:
@@ -111,7 +113,9 @@ class Query:
         return self.first(facets={**facets, facet: values} if values else facets)
 
     def sorted_by(self, sort: str) -> Query:
-        """Return the first page sorted by `sort`, largest first; reversed if that is its order."""
+        """Return the first page sorted by `sort`, largest first; if that is its order already,
+        smallest first.
+        """
         return self.first(sort=sort, up=self.sort == sort and not self.up)
 
     def first(self, **changes: Any) -> Query:
@@ -236,6 +240,7 @@ class Lists:
     def _counts(self, query: Query) -> tuple[list[tuple[Any, ...]], bool]:
         """Count episodes by combination of facet values, ignoring the chosen facets.
         Result: (rows of FACET_COLUMNS' values and a count, whether a search reached MOST_MATCHES).
+        It is cached until the index changes. Errors: BadQuery for a search without a word.
         """
         stamp = self._index.stamp
         if stamp != self._stamp:
@@ -343,10 +348,10 @@ def _rows(
     before: str = "",
     few: bool = False,
 ) -> list[sqlite3.Row]:
-    """Return up to `limit` rows of a query, starting at its page.
+    """Return up to `limit` matches of a query that follow its row `after` or precede its `before`.
 
     after, before: override those of the query; with `before` the rows are in reverse order.
-    few: sort all matches; it is faster if there are few.
+    few: sort all matches, which is faster if there are few. Errors: BadQuery.
     """
     after, before = after or query.after, before or query.before
     key, up = SORTS[query.sort], query.up != bool(before)

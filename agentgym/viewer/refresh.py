@@ -38,7 +38,9 @@ class Refresher:
     """Updater of an index from its store. One thread uses it."""
 
     def __init__(self, store: RunStore, index: Index, delivered: DeliveredSteps = dict) -> None:
-        """Connect an index with its store. delivered: returns MLflow's runs, which name runs."""
+        """Connect an index with its store.
+        delivered: returns the key of each MLflow run -> its (step, step's key); see `_name_of`.
+        """
         self._store, self._index, self._delivered = store, index, delivered
 
     def refresh(self, on_count: Callable[[int], None] = lambda _: None) -> Refreshed:
@@ -79,6 +81,7 @@ class Refresher:
         on_count: Callable[[int], None],
     ) -> None:
         """Index a step's new commits, or all if it was replaced; record errors as problems.
+        If it has no commits left, remove its episodes. The transaction commits per BATCH episodes.
         mark: from `RunStore.marks`. known: the step's row, None if new. refreshed: its counts grow.
         """
         match = FOLDER.fullmatch(folder)
@@ -219,8 +222,8 @@ def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, m
 def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
     """Remove a step's episodes, commits and problems. Return the number of episodes.
 
-    gone: stored as the step's state. The words stay in the search table, but no search finds them,
-    because row ids are never reused.
+    gone: stored as the step's state: "gone", "collected" (by gc) or "" (in the store).
+    The words stay in the search table, but no search finds them: row ids are never reused.
     """
     dropped = connection.execute("DELETE FROM episodes WHERE step_id = ?", (step_id,)).rowcount
     for table in ("commits", "problems"):

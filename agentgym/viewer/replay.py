@@ -141,7 +141,9 @@ class Servers:
 
 
 def environment_of(config: Mapping[str, Any], name: str) -> EnvConfig:
-    """Return environment `name` as a step's settings give it. Errors: Missing if they do not."""
+    """Return environment `name` with the options and the dialect from a step's settings.
+    Errors: Missing if the settings do not have the environment or its options are invalid.
+    """
     candidates = [config.get("env"), *(config.get("mix") or ())]
     candidates += [
         settings.get("env") for settings in (config.get("protocol") or {}).get("envs", ())
@@ -196,7 +198,9 @@ class Replays:
             self._make()
 
     def find(self, entry: IndexedEpisode) -> Replay | None:
-        """Return an episode's stored replay; None if it was not replayed yet."""
+        """Return an episode's stored replay. None if there is none with the environment's present
+        code, or it was removed as one of the oldest.
+        """
         with contextlib.closing(self._connect()) as connection:
             row = connection.execute(
                 "SELECT said, agrees FROM replays WHERE key = ?", (_key(entry),)
@@ -211,7 +215,7 @@ class Replays:
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
     def ask(self, entry: IndexedEpisode) -> bool:
-        """Queue a replay, once per episode. Return False if MAX_WAITING others are queued."""
+        """Queue a replay unless the episode is queued. False if MAX_WAITING others are queued."""
         key = _key(entry)
         with self._lock:
             self._waiting = {k: future for k, future in self._waiting.items() if not future.done()}
@@ -225,7 +229,9 @@ class Replays:
         return future is not None and not future.done()
 
     def now(self, entry: IndexedEpisode) -> Replay:
-        """Return an episode's replay; make it if none is stored. Errors: TimeoutError (10 min)."""
+        """Return an episode's replay; if none is stored, make it and wait for it.
+        Errors: TimeoutError after 2 * LIMIT_S seconds.
+        """
         stored = self.find(entry)
         if stored is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
@@ -359,7 +365,9 @@ def _short(value: object) -> str:
 
 
 async def shot_of(session: object, turn: int, differs: str) -> Shot:
-    """Return a shot of the environment; without data if drawing fails or exceeds a limit."""
+    """Return a shot of a session's environment. It has no data if the session cannot draw, drawing
+    fails with EnvError, or MAX_SHOTS or MAX_SHOT_BYTES is exceeded.
+    """
     draw = getattr(session, "render", None)
     if draw is not None and turn <= MAX_SHOTS:
         try:

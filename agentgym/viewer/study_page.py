@@ -159,7 +159,8 @@ def versus(
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
     """Return the paired comparison of the results of two evaluation steps, rows of the index.
-    identities: settings of both, from `Bodies.identity`; if they differ, there is no decision.
+    identities: settings of both, from `Bodies.identity`.
+    If they differ, or no slot counts in both, `why_not` has the reason and no decision is made.
     """
     rows = reader.execute(
         f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
@@ -200,7 +201,9 @@ def versus(
 
 
 def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
-    """Return a step's result from its rows. The last attempt at an item and sample counts."""
+    """Return a step's result from its rows. The last attempt at an item and sample counts.
+    An episode without a reward counts as an environment error.
+    """
     slots: dict[tuple[str, int], Slot] = {}
     for row in reader.execute(
         "SELECT env, item, sample, family, reward, success FROM episodes WHERE step_id = ?"
@@ -298,7 +301,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     """Return the template context of `/compare`; without `a` or `b`, only the results to choose.
-    a, b: folders of evaluation steps. Errors: BadQuery for a folder that is none.
+    a, b: folders of evaluation steps. Errors: BadQuery for an unknown folder.
     """
     steps = viewer.bodies.steps()
     known = results(steps)
@@ -392,7 +395,9 @@ def _evaluation(version: Any) -> str:
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
-    """Return the template context of a run's training; run "": the newest. Errors: BadQuery."""
+    """Return the template context of a run's training; run "": the newest that has trained.
+    Errors: BadQuery for a run without training episodes.
+    """
     reader = viewer.index.reader
     members: dict[str, list[int]] = {}
     for row in reader.execute(

@@ -95,7 +95,9 @@ def why_not_kept(episode: Trajectory) -> str:
 
 
 def spans(episode: Trajectory) -> list[tuple[int, int]]:
-    """Return the span (begin, end) of each turn's tokens (prompt, action), and that of the rest."""
+    """Return the span (begin, end) of each turn's tokens (prompt, action), then that of the rest.
+    All are (0, 0) if the episode has no tokens.
+    """
     ends = [turn.end for turn in episode.turns]
     if not episode.input_ids:
         return [(0, 0)] * (len(ends) + 1)

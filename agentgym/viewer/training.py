@@ -135,7 +135,9 @@ class Training:
 
 
 def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training:
-    """Return the content of the training page. step_ids: ids in the index of a run's steps."""
+    """Return the content of the training page. step_ids: ids in the index of a run's steps.
+    It covers optimizer step 1 and later; items and maps only sampled episodes of split train.
+    """
     marks = ", ".join("?" * len(step_ids))
     where = f"step_id IN ({marks}) AND file = 0 AND at >= 1"
     train = f"{where} AND split = 'train' AND temperature > 0"

@@ -93,7 +93,9 @@ class Viewer:
         self.tenures = self.store.tenures(row["folder"] for row in rows)
 
     def why_stopped(self, run: str) -> str | None:
-        """Return the reason why no process works on this run; None if one does."""
+        """Return the reason why no process works on a run; None if one does, by `tenures`.
+        run: its name in the index.
+        """
         rows = self.index.reader.execute(
             "SELECT folder, name, digest FROM steps JOIN run_steps ON step_id = id"
             " WHERE run = ? ORDER BY created",
@@ -146,13 +148,17 @@ class Viewer:
         self.close()
 
     def close(self) -> None:
-        """Close replays, after the one under way, servers and index, as the end of `with` does."""
+        """Wait for the replay under way, then close replays, servers and index.
+        The end of `with` calls it.
+        """
         self.replays.close()
         self.servers.close()
         self.index.close()
 
     def _follow(self) -> None:
-        """Refresh the index and end idle servers until the viewer ends; errors go to `failure`."""
+        """Refresh the index (if another process writes it, only the leases) and end idle servers,
+        again and again until the viewer ends. Errors go to `failure` and the log.
+        """
         pause_s = POLL_S3_S if self.store.root.startswith("s3://") else POLL_S
         while not self._stop.is_set():
             try:

@@ -126,8 +126,8 @@ class World:
         return StepResult(observation, reward=0.0, terminated=False, info=info)
 
     def _carry_out(self, plan: Sequence[Move]) -> StepResult:
-        """Carry out the moves of a plan, up to the first one that does not change the image.
-        The outcome is the mission's state after the last move.
+        """Carry out the moves of a plan until one leaves the image unchanged or passes minigrid's
+        limit (if `limited`). The outcome is the mission's state after the last move.
 
         As in AgentGym, a success in the middle of a plan is lost if the plan continues.
         A failed mission may still be repaired: in the high grammar only success and minigrid's

@@ -138,8 +138,8 @@ class Line:
             answer += part
 
     def close(self) -> None:
-        """Close the pipes, unless a call is running: that call notices that the process is gone,
-        and closes them.
+        """Close the pipes, unless a call is running: that call fails because the process is gone,
+        and its handler in `Jvm` calls `close` again.
         """
         if self._lock.acquire(blocking=False):
             self._requests.close()
@@ -226,7 +226,7 @@ class Jvm:
     def call(
         self, operation: str, slot: int, texts: Sequence[str] = (), *, timeout_s: float
     ) -> list[str]:
-        """Carry out an operation in a slot and return its answer, a list of texts.
+        """Carry out an operation (a letter, see `java/Slots.java`) in a slot and return its texts.
         Errors: GameFailed if the engine raised; JvmLost if the process is gone.
         A timeout ends the process (JvmLost): nothing else stops a game that loops.
         """

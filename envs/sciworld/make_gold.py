@@ -26,7 +26,9 @@ TIMEOUT_S = 120.0
 
 
 def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
-    """Play the engine's solution. Return (actions that solve the task, ""), or ([], the reason)."""
+    """Play the engine's solution. Return (actions that solve the task, ""), or ([], the reason).
+    Errors: GameFailed, JvmLost.
+    """
     proposed = slot.call("g", task, str(variation))
     slot.call("l", task, str(variation))
     played: list[str] = []

@@ -18,8 +18,9 @@ JDK = "17"  # built the shipped archive; other versions may give other bytes
 
 
 def build(target: Path) -> None:
-    """Compile the sources into an archive. Equal sources and compilers give equal bytes.
-    Errors: FileNotFoundError without a JDK, CalledProcessError.
+    """Compile SOURCES into the archive `target`. Equal sources and compilers give equal bytes.
+    Errors: FileNotFoundError without a JDK, ValueError without the package scienceworld,
+    CalledProcessError if the compilation fails.
     """
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(str(path) for path in SOURCES.rglob("*.java"))

@@ -96,8 +96,8 @@ class FlashRag:
 
     def __getitem__(self, task_id: int) -> Question:
         """Return a question.
-        Errors: UnknownTask naming the id's expected data set, row and file; ValueError if the row
-        has no answer.
+        Errors: UnknownTask for an id outside the published ranges, or without a row (naming its
+        data set, row and file); ValueError if the row has no answer.
         """
         id_range = find_range(task_id)
         row = self._rows.get(task_id)

@@ -80,7 +80,7 @@ def _pairs(text: str, kind: Kind) -> Iterator[tuple[int, str]]:
 
 def cut(text: str, max_chars: int) -> str:
     """Return the text; if it is longer than max_chars, cut it after the last whole word that
-    fits and append " ...", which is not counted. 0 means no limit.
+    fits (a longer first word is cut, too) and append " ...", which is not counted. 0: no limit.
     """
     if not max_chars or len(text) <= max_chars:
         return text

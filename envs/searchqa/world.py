@@ -98,8 +98,8 @@ class Episode:
         return f"Question: {self.question.text}"
 
     def step(self, action: str) -> StepResult:
-        """Carry out the search or answer in a reply; after the episode's end do and pay nothing.
-        Errors: RetrieverError.
+        """Carry out the first search or answer in a reply; in mode agentgym, if that is an answer,
+        the last answer. After the episode's end do and pay nothing. Errors: RetrieverError.
         """
         if self.ended:
             return self._result(OVER)
@@ -147,7 +147,9 @@ class Episode:
         return self._result(information(documents, self.options.max_doc_chars))
 
     def _answer(self, answer: str) -> StepResult:
-        """Grade an answer; an exact match pays 1. In mode strict a wrong one ends the episode."""
+        """Grade and store an answer. An exact match pays 1.
+        A right answer ends the episode, in mode strict also a wrong one.
+        """
         answer = answer.strip()
         right = exact_match(answer, self.question.answers)
         self.answers.append((answer, right))

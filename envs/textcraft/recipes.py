@@ -318,7 +318,7 @@ def _reachable(names: Iterable[str], below: Mapping[str, set[str]]) -> set[str]:
 
 
 def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset[str]]]:
-    """Return (recipes, members by kind).
+    """Return (recipes, members by kind), without recipes that have no ingredients or come twice.
 
     A kind without a craftable member is an item like any other.
     A kind named like an item has this item as a member, too, and commands name it `any sand`.

@@ -117,7 +117,9 @@ class World:
         return item and f"{n} {item}"
 
     def _act(self, action: str) -> tuple[str, bool]:
-        """Return (observation, True if the goal was crafted). Errors: Refused."""
+        """Carry out an action. Return (observation, True if it crafted the goal). Errors: Refused,
+        with the inventory unchanged.
+        """
         if len(action) > LONGEST:
             raise Malformed(_unreadable(action))
         text = normalise(action)
@@ -163,8 +165,8 @@ class World:
 
 
 def normalise(text: str) -> str:
-    """Return the text in lower case with single blanks, without `minecraft:`, underscores and
-    final periods.
+    """Return the text in lower case with single blanks, also in place of underscores, and without
+    `minecraft:` and final periods.
     """
     return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
 

@@ -28,7 +28,8 @@ async def act(tabs: Tabs, action: Action, element: Element | None) -> None:
 
     element: the target of click, hover and type, else None.
     A page that cannot be opened becomes a note of `tabs`.
-    Errors: Refusal, with the reason, if the action cannot be done; BrowserLost.
+    Errors: Refusal, with the reason, if the action cannot be done; BrowserLost. Errors after the
+    action closed its own tab are ignored.
     """
     tab = tabs.current
     try:

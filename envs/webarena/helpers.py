@@ -109,7 +109,9 @@ class SiteHelpers:
         self._shop = sites.get("shopping", "").rstrip("/")
 
     def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
-        """Return the result of helper `name` as text. page: the open page. Errors: HelperFailed."""
+        """Return the result of helper `name` (a key of KNOWN) as text. page: the open page.
+        Errors: HelperFailed for a failed request or a missing value; those of `page.evaluate`.
+        """
         try:
             match name:
                 case "reddit_get_post_url":

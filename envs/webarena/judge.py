@@ -111,8 +111,9 @@ def _words(text: str) -> set[str]:
 
 
 def _normal(word: str) -> str:
-    """Return the normal form of a lower-case word or number.
-    It does not use `int`, which refuses `²` and more than 4,300 digits.
+    """Return a lower-case word without a final `'s`, or a number in ASCII digits without commas.
+    A number also loses leading zeros and the fraction's trailing ones, unless it has a colon or
+    several points. It does not use `int`, which refuses `²` and more than 4,300 digits.
     """
     if not word[0].isdecimal():
         return word.removesuffix("'s")

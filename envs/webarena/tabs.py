@@ -238,7 +238,9 @@ class Tabs:
             await self.chromium.release(self._running, context)
 
     async def new_tab(self) -> Tab:
-        """Open and return a blank tab, which becomes current. Errors: Refusal at the limit."""
+        """Open and return a blank tab, which becomes current.
+        Errors: Refusal at the limit of tabs; those of `ask`.
+        """
         assert self._context is not None
         if len(self.living()) >= self.limits.tabs:
             raise Refusal(f"at most {self.limits.tabs} tabs can be open; close one first")

@@ -152,7 +152,9 @@ def identity(tasks: Mapping[int, Task], task_id: int) -> str:
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
-    """Return the recorded actions that solve the embedded tasks, by task id."""
+    """Return the recorded actions that solve the embedded tasks, by task id.
+    sites: name -> URL, which replaces the placeholders in the actions.
+    """
     rows = _filled(_parsed(Path(__file__).with_name("gold.json")), sites)
     return {int(task_id): tuple(actions) for task_id, actions in rows.items()}
 

@@ -98,8 +98,9 @@ class Episode:
     def step(self, action: str) -> StepResult:
         """Execute the action in the policy's reply; `stop` judges the outcome and ends the task.
 
-        Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed and HelperFailed
-        if there is no verdict.
+        A reply without a valid action gets the reason as observation; after the end, do nothing.
+        Errors: BrowserLost and TimeoutError if the session is lost; JudgeFailed, HelperFailed and
+        playwright's Error if there is no verdict.
         """
         read = self._read_action(action)
         if isinstance(read, StepResult):
@@ -118,7 +119,9 @@ class Episode:
         return await self._sites.chromium.run_async(self._act(read), STEP_S)
 
     def _read_action(self, action: str) -> Action | StepResult:
-        """Record and parse the reply; if there is nothing to execute, return the step's result."""
+        """Record and parse the reply. Return its action or, for a reply without a valid one or
+        after the episode's end, the step's result.
+        """
         if self.ended:
             return StepResult(OVER, 0.0, terminated=True, info=self._info())
         action = utf8(action)
@@ -348,7 +351,8 @@ class Episode:
 
 class FinalPage:
     """The browser page that is open when an episode ends. Evaluators read its URL and content, run
-    scripts in it, and open other URLs. Each request to the browser has a deadline, STEP_S.
+    scripts in it, and open other URLs. A request to the browser that takes STEP_S seconds raises
+    TimeoutError, one to a dead browser or page BrowserLost.
     """
 
     def __init__(self, episode: Episode) -> None:

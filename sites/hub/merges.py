@@ -97,7 +97,9 @@ def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/merge_requests/{id}/{step}")
 def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
-    """Change a merge request; `step`: comment, approve, reviewer, merge, close or reopen."""
+    """Change a merge request; `step`: comment, approve, reviewer, merge, close or reopen.
+    Errors: NotFound for another step; Refused if the visitor's role or the state forbids it.
+    """
     repo = project(request, ns, name)
     merge = _merge_request(request, repo, id)
     if step == "comment":

@@ -149,6 +149,7 @@ def star(request: Request, ns: str, name: str) -> Response:
 @site.post("/{ns}/{name}/fork")
 def fork(request: Request, ns: str, name: str) -> Response:
     """Copy the project, its files, labels and last commit to the visitor, who becomes the owner.
+    The copy has the branch `main` alone; the project's number of forks grows by one.
     Errors: Refused if the visitor has a project of this name.
     """
     repo, hub, owner = project(request, ns, name), request.world.hub, me(request)

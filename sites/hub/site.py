@@ -57,7 +57,9 @@ def next_iid(table: Table[D], project: Project) -> int:
 
 
 def commented(request: Request, record: D) -> D:
-    """Return a copy of the issue or merge request with the form's comment; the caller stores it."""
+    """Return a copy of the issue or merge request with the form's comment; the caller stores it.
+    Errors: Refused if the comment is empty or too long.
+    """
     remark = Remark(me(request).name, TODAY, request.text("text", "Comment", 10_000))
     return replace(record, remarks=(*record.remarks, remark))
 

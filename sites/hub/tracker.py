@@ -161,7 +161,9 @@ def save_issue(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/issues/{id}/state")
 def turn_issue(request: Request, ns: str, name: str, id: int) -> Response:
-    """Close an open issue; reopen a closed one."""
+    """Close an open issue; reopen a closed one.
+    Errors: Refused unless the visitor wrote the issue or has the role Reporter.
+    """
     repo = project(request, ns, name)
     old = _issue(request, repo, id)
     _own(request, repo, old)
@@ -259,7 +261,7 @@ def milestone(request: Request, ns: str, name: str, id: int) -> Response:
 
 @site.post("/{ns}/{name}/-/milestones/{id}/state")
 def turn_milestone(request: Request, ns: str, name: str, id: int) -> Response:
-    """Close an open milestone; reopen a closed one."""
+    """Close an open milestone; reopen a closed one. Errors: Refused below the role Developer."""
     repo = project(request, ns, name)
     check(request, repo, "Developer")
     old = _milestone(request, repo, id)

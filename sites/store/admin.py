@@ -156,7 +156,9 @@ def order(request: Request, id: int) -> Response:
 
 @site.post("/orders/{id}/comment")
 def comment_order(request: Request, id: int) -> Response:
-    """Set the order's status and append a comment; its text may be empty if the status changes."""
+    """Set the order's status and append a comment.
+    Errors: Refused if the comment's text is empty and the status does not change.
+    """
     old = look_up(request.world.store.orders, id, "order")
     status = request.one_of("status", "Status", ORDER_STATUSES)
     text = request.text("comment", "Comment", 1000, required=False)

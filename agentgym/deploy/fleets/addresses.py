@@ -62,7 +62,7 @@ def servers_of(slices: Iterable[Object]) -> list[Server]:
 
 
 class Outside:
-    """URLs for clients outside the cluster, from pods' annotations. Each pod is read only once."""
+    """URLs for clients outside the cluster, from pods' annotations; these are cached by pod."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

@@ -69,7 +69,7 @@ class Group:
 
     def is_alive(self, now: float | None = None) -> bool:
         """Return True if the holder's process lives, or, if that cannot be seen from here, if the
-        last renewal is recent. now: seconds since 1970; None: read the clock.
+        last renewal is less than ttl_s old. now: seconds since 1970; None: read the clock.
         A renewal more than ttl_s in the future comes from a wrong clock and does not count.
         """
         silent_s = self.silent_s(time.time() if now is None else now)
@@ -94,7 +94,8 @@ class Group:
 
 def acquire(kube: Kube, run: str, *, ttl_s: float, kept: bool = False) -> Group:
     """Create the lease of the group `run`, or take over the lease, and servers, of a dead holder.
-    A kept group is shared: its lease may be taken at any time. ttl_s: life without a renewal.
+    A group that outlives runs (`kept`) is shared: its lease may be taken at any time.
+    ttl_s: life without a renewal.
 
     Result: the group. Errors: LeaseHeld while its holder lives or the lease is being deleted, or
     after RACES attempts in which other processes were faster; KubeError.
@@ -130,7 +131,9 @@ def acquire_free(kube: Kube, run: str, *, ttl_s: float, max_groups: int = 9) -> 
 
 
 def renew(kube: Kube, group: Group) -> bool:
-    """Renew the group's lease. Return False if it was deleted, or taken over by another process."""
+    """Renew the group's lease. Return False if it was deleted or taken over or, unless `is_kept`,
+    changed by another process during the call. Errors: KubeError.
+    """
     lease = kube.find(LEASE, lease_name(group.run))
     if lease is None or lease["metadata"]["uid"] != group.uid:
         return False
@@ -155,9 +158,9 @@ def groups(kube: Kube) -> list[Group]:
 def dead_groups(
     kube: Kube, *, observe_s: float, sleep: Callable[[float], None] = time.sleep
 ) -> list[Group]:
-    """Return groups whose holder is dead or whose lease has expired. If a holder is not on this
-    machine, wait observe_s seconds and leave out groups that were renewed, or deleted, meanwhile:
-    the holder's clock may differ from ours.
+    """Return groups whose holder is dead or whose lease has expired. If the holder of one is not on
+    this machine or unknown, wait observe_s seconds and leave out groups that were renewed, or
+    deleted, meanwhile: the holder's clock may differ from ours.
     """
     suspects = [group for group in groups(kube) if not group.is_alive()]
     far = [group for group in suspects if group.holder is None or not group.holder.is_near()]

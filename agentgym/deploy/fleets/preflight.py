@@ -33,7 +33,7 @@ RIGHTS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 def lacks(kube: Kube, objects: Sequence[Object]) -> list[str]:
     """Return a line for each obstacle to these objects; empty if there is none.
     Unknown kinds, then missing rights, end the check early.
-    Errors: ApiUnreachable or Forbidden if the cluster cannot be asked at all.
+    Errors: KubeError, for example if the cluster does not answer.
     """
     if missing := unknown_kinds(kube, objects):
         return missing
@@ -73,8 +73,8 @@ def missing_rights(kube: Kube) -> list[str]:
 
 
 def refusals(kube: Kube, objects: Iterable[Object]) -> list[str]:
-    """Return the API server's objections to the objects, from a dry run: for example of admission,
-    or that another manager owns a field. If the namespace is missing, return that line alone.
+    """Return the API server's objections to the objects, from a dry run: for example that admission
+    refuses one. If the namespace is missing, return that line alone.
     Errors: KubeError if no answer comes.
     """
     lines = []
@@ -106,8 +106,8 @@ def no_room(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 def asked(objects: Iterable[Object]) -> dict[str, float]:
     """Return the amounts that a ResourceQuota counts for these objects, by resource name: services,
-    pods, requests.NAME, limits.NAME, cpu, memory (bytes).
-    The extra pod of a Deployment that changes is not counted.
+    pods, requests.NAME, limits.NAME, cpu, memory (bytes). Only Services and Deployments count,
+    without the extra pod of a Deployment that changes.
     """
     total: defaultdict[str, float] = defaultdict(float)
     for obj in objects:
@@ -188,7 +188,9 @@ def no_nodes(kube: Kube, objects: Sequence[Object]) -> list[str]:
 
 
 def takes(node: Object, pod: Object) -> bool:
-    """Return True if a node has the labels that a pod requires and is open to new pods."""
+    """Return True if a node is open to new pods and has the labels that a pod requires.
+    Taints and the operators Gt and Lt are left to the scheduler.
+    """
     labels = node["metadata"].get("labels", {})
     if node.get("spec", {}).get("unschedulable"):
         return False

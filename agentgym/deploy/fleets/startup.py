@@ -61,8 +61,8 @@ class FleetTripped(RuntimeError):
 
 
 def kinds_of(kube: Kube) -> list[Kind]:
-    """Return the kinds of a group's objects that the cluster knows, in its versions; the lease
-    first, because it owns the others.
+    """Return the kinds of a group's objects: Lease (owner of the others), Deployment, Service, and
+    budget and autoscaler in the newest version that the cluster serves, if any. Errors: KubeError.
     """
     newest = [
         next((kind for kind in versions if kube.serves(kind)), None)
@@ -82,7 +82,9 @@ def no_key() -> list[str]:
 
 
 def token_of_fleet(name: str) -> str:
-    """Return a fleet's token. name: of the fleet's Service. Errors: ConfigError without a key."""
+    """Return a fleet's token, made of KEY_VARIABLE and `name`, that of the fleet's Service.
+    Errors: ConfigError if the variable is not set.
+    """
     if missing := no_key():
         raise ConfigError(missing[0])
     key = os.environ[KEY_VARIABLE].strip().encode()
@@ -94,7 +96,7 @@ def give_token(kube: Kube, group: Group, name: str) -> None:
 
     A Secret that an earlier owner left is replaced unread: the flow's account may create and delete
     Secrets, and do nothing else with them.
-    The Secret of a kept fleet is shared, and stays the same.
+    The Secret of a fleet that outlives runs is shared, and stays the same.
     Errors: ConfigError, KubeError.
     """
     secret = {
@@ -117,7 +119,7 @@ def give_token(kube: Kube, group: Group, name: str) -> None:
 
 def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
     """Create a Secret with a token for every Deployment, then apply all objects. The group's lease
-    owns them. To apply an object that is equal on the cluster changes nothing.
+    owns them. Applying an object that is equal on the cluster changes nothing.
     Errors: ConfigError, KubeError.
     """
     for obj in objects:
@@ -161,7 +163,7 @@ def num_live(kube: Kube, run: str) -> int:
 
 
 def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
-    """Wait until every server is ready, and log a line whenever their state changes.
+    """Wait until every server of the group `run` is ready; log a line whenever their state changes.
 
     Errors: FleetNotReady past the deadline, or if waiting does not help; ConfigError if a server
     refuses its options; FleetTripped above `most` live pods; KubeError.
@@ -192,8 +194,8 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
 
 
 def reasons_of(kube: Kube, run: str, deployments: Sequence[Object]) -> list[Trouble]:
-    """Return the reasons why servers are not ready: of Deployments, then of pods, final ones first.
-    Errors: KubeError.
+    """Return the reasons why servers of the group `run` are not ready: those of Deployments, then
+    those of pods, `is_final` ones first. Errors: KubeError.
     """
     pods = kube.list(POD, labels={RUN_LABEL: run}).items
     reasons = [found for deployment in deployments if (found := of_deployment(deployment))]
@@ -291,7 +293,7 @@ class Trouble(NamedTuple):
 
 
 def is_ready(pod: Object) -> bool:
-    """Return True if the pod serves and is not being deleted."""
+    """Return True if the pod has the condition Ready and is not being deleted."""
     return not pod["metadata"].get("deletionTimestamp") and (
         (_condition(pod, "Ready") or {}).get("status") == "True"
     )
@@ -306,7 +308,7 @@ def is_live(pod: Object) -> bool:
 def troubles(
     pods: Sequence[Object], events: Iterable[Object] = (), log: Log | None = None
 ) -> list[Trouble]:
-    """Return the reason for every pod that is neither ready nor being deleted, final ones first.
+    """Return the reason for every pod neither ready nor being deleted, `is_final` ones first.
     events: of these pods. log: called with the name of a pod that crashes.
     """
     of_pod: defaultdict[str | None, list[Object]] = defaultdict(list)  # by uid

@@ -45,6 +45,7 @@ class Upkeep:
     ) -> None:
         """Prepare the upkeep of a run's servers; `running` starts its thread.
         listings: files for the servers' addresses, by Service. most: limit on the run's live pods.
+        Errors: KubeError.
         """
         self._kube, self._group, self._listings, self._most = kube, group, dict(listings), most
         self._kind = kind_of_addresses(kube)

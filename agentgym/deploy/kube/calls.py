@@ -108,7 +108,7 @@ class RateLimiter:
         self._free_at = clock()  # when all of the burst is free again
 
     def reserve_s(self) -> float:
-        """Reserve the next call and return the seconds to wait before it."""
+        """Reserve the next call. Return the seconds that the caller has to wait before it."""
         with self._lock:
             now = self._clock()
             self._free_at = max(self._free_at, now) + 1 / self._per_s
@@ -153,7 +153,8 @@ class Transport:
         within_s: float | None = None,
         **options: Any,
     ) -> bytes:
-        """Carry out a verb, repeatedly if that may help, and return the answer's body.
+        """Carry out a verb, repeatedly if that may help, and return the answer's body. If the
+        credentials are refused, they are loaded again, once.
         limiter: delays the first attempt. within_s: for all attempts; None: retries.deadline_s.
         Errors: KubeError; ApiUnreachable once time or attempts are used up.
         """
@@ -233,7 +234,7 @@ class Transport:
     def _send(
         self, client: Any, verb: str, timeout_s: float, read_s: float, options: Mapping[str, Any]
     ) -> Any:
-        """Send the request and return urllib3's response, whose body is not read yet.
+        """Count and send the request. Return urllib3's response, whose body is not read yet.
         timeout_s: limit on connecting; read_s: limit on each read.
         """
         self.calls["watch" if "watch" in options else verb] += 1

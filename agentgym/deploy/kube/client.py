@@ -287,7 +287,7 @@ class Kube:
                 attempt += 1
 
     def log(self, pod: str, *, lines: int = 15, previous: bool = False) -> str:
-        """Return the last lines of a pod's output; empty if there are none.
+        """Return the last lines of a pod's output; empty if there are none, or no such container.
         previous: read the output of the container before its last restart.
         """
         query = [("tailLines", lines), *([("previous", "true")] if previous else [])]

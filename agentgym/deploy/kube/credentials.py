@@ -46,7 +46,7 @@ class Source:
     ) -> Source:
         """Return the first of: `kubeconfig`, the files in KUBECONFIG, ~/.kube/config, and, without
         a context, the account of this pod.
-        Errors: ConfigError if there are none, or if KUBECONFIG has paths but no file is there.
+        Errors: ConfigError if there are none, or no file at `kubeconfig` or the named KUBECONFIG.
         """
         home = Path(environment.get("HOME", "~")).expanduser() / ".kube" / "config"
         named = str(kubeconfig or environment.get("KUBECONFIG", ""))
@@ -72,7 +72,8 @@ class Source:
 
 
 class Session:
-    """A dynamic client of the package `kubernetes` with current credentials; threads may share it.
+    """Owner of a dynamic client of the package `kubernetes`, which it replaces when credentials
+    are renewed. Threads may share it.
 
     The package itself renews a pod's token every minute, and a plugin's once it has expired.
     """

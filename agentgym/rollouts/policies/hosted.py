@@ -67,7 +67,9 @@ class Endpoint:
     max_cost: float | None = None  # in the tariff's currency; no request begins above it
 
     def __post_init__(self) -> None:
-        """Validate the settings. Errors: ValueError."""
+        """Raise ValueError for an invalid URL, a key variable that is not set or lacks PREFIX, or a
+        cost limit without a tariff.
+        """
         parts = urlsplit(self.base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
             raise ValueError(

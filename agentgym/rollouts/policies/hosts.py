@@ -252,6 +252,7 @@ def take(cfg: RunConfig, begin: Callable[[Connection, float], str]) -> Taken:
     """Begin a session with the first engine that accepts it, and return it. The order: the one of
     `one_engine` if it runs; else those of the parent process and of `make up`, then that of
     `one_engine`, started now; at last a new one for this session alone. Refusals are only logged.
+    The variable ADDRESS then names the folder of the one of `one_engine` to child processes.
     begin: called with a connection and the seconds to wait for its engine; see `Session.begin`.
     Errors: HostLost; ConfigError; those of `begin`.
     """

@@ -91,7 +91,9 @@ class HostPolicy:
         await asyncio.to_thread(self._release)
 
     async def _call(self, do: str, *given: Any) -> Any:
-        """Call a method of `host.Session` and return its result. Errors: HostLost; the method's."""
+        """Call the method `do` of `host.Session` with these arguments and return its result.
+        Errors: HostLost; RuntimeError once closed; those of the method.
+        """
         if self._out is None and self._failure is None:
             await self._attach()
         if self._failure is not None:

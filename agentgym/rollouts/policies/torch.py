@@ -84,6 +84,7 @@ class TorchPolicy:
     ) -> None:
         """Allocate slots for an engine that owns the model.
         model: built with RAGGED attention, set to `eval` here. stop_ids: each ends an action.
+        context_tokens: maximum of prompt and action.
         num_slots: sequences decoded together; further requests wait. share_prefixes: compute a
         prefix common to several prompts only once. threads: CPU threads of a forward.
         """
@@ -162,7 +163,9 @@ class TorchPolicy:
         return self._meter.usage()
 
     async def sleep(self) -> None:
-        """Wait for running actions; then free the key-value cache and float32 copies of weights."""
+        """Wait for running actions; then free the key-value cache and float32 copies of weights.
+        Requests wait until `wake`.
+        """
         self._awake.clear()
         await self._idle()
         self._forget()

@@ -113,7 +113,7 @@ class VllmPolicy:
     ) -> VllmPolicy:
         """Start an engine on `cfg.compute_device`, in child processes, with a checkpoint's weights.
         num_slots: episodes at a time. version: number of the weights.
-        Errors: those of vLLM if it cannot serve the model.
+        Errors: DigestMismatch, BlobMissing; those of vLLM if it cannot serve the model.
         """
         folder = Path(tempfile.mkdtemp(prefix="agentgym-vllm-"))
         adapter, weights = checkpoint.adapter, checkpoint.weights

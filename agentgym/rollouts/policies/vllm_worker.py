@@ -79,7 +79,7 @@ class WeightReceiver:
     def switch_weights(self, digest: str) -> list[str]:
         """Load the staged weights into the model. No request may run meanwhile.
         digest: of the staged weights. Result: sorted names of parameters that were not among them.
-        Errors: RuntimeError if other weights are staged.
+        Errors: RuntimeError unless weights with this digest are staged.
         """
         model, weights = self.model_runner.model, self._taken(digest)
         loaded = model.load_weights(weights.items())
@@ -88,7 +88,8 @@ class WeightReceiver:
     def switch_adapter(self, digest: str, number: int, settings: dict[str, Any], room: str) -> None:
         """Make the staged adapter the only one, under this number. No request may run meanwhile.
         settings: of the adapter. room: folder for temporary files, from which vLLM reads it.
-        Errors: RuntimeError if another one is staged; those of vLLM if it cannot load it.
+        digest: of the staged adapter. Errors: RuntimeError unless one with it is staged; those of
+        vLLM if it cannot load it.
         """
         from vllm.lora.request import LoRARequest
 
@@ -102,7 +103,7 @@ class WeightReceiver:
             raise RuntimeError(f"it holds adapters {sorted(loaded)} instead of {number}")
 
     def _taken(self, digest: str) -> dict[str, torch.Tensor]:
-        """Return the staged weights and forget them. Errors: RuntimeError if others are staged."""
+        """Return the staged weights and forget them. Errors: RuntimeError for another digest."""
         if self.staged is None or self.staged[0] != digest:
             present = self.staged and self.staged[0][:12]
             raise RuntimeError(f"weights {digest[:12]} were not staged, but {present}")
