@@ -60,7 +60,7 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
     candidate = promotions.version(version)
 
     def evidence_for(champion: Version | None) -> Evidence:
-        evidence = _evidence(cfg, store, evaluation, candidate, champion, play_anew)
+        evidence = evidence_of(cfg, store, evaluation, candidate, champion, play_anew)
         splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
         chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}
         items = {item for pair in evidence.pairs.values() for item in pair.items}
@@ -68,7 +68,7 @@ def register_policy(ctx: StepContext, run_key: str, play_anew: PlayAnew) -> Mani
             evidence,
             num_seen=len(items & chosen_on),
             reference_kl=reference_kl(store, ctx.checkpoint),
-            **ctx.audited(run_key),
+            **({} if evidence.audit == "failed" else ctx.audited(run_key)),
         )
 
     try:
@@ -104,26 +104,30 @@ def promotions_of(cfg: RunConfig, store: RunStore) -> Promotions:
     return Promotions(store, tracker_of(cfg), cfg.registered_model, cfg.registry.alias)
 
 
-def _evidence(
+def evidence_of(
     cfg: RunConfig,
     store: RunStore,
-    evaluation: Manifest,
+    evaluation: Manifest | None,
     candidate: Version,
     champion: Version | None,
     play_anew: PlayAnew,
 ) -> Evidence:
-    """Return evidence from the runs' own evaluations; with gate.protocol, or if these cannot be
-    compared, from playing both models anew. If there is a champion, and the candidate's recorded
+    """Return evidence from the runs' own evaluations, or from playing the models anew.
+
+    They are played anew with gate.protocol, without the candidate's `evaluation`, if the episodes
+    of one are gone from the store, or if the two cannot be compared. If the candidate's recorded
     result is not that of its episodes, the evidence is a failed audit.
     """
-    if not cfg.gate.protocol:
-        if champion is None:
-            return first_evidence(stored_result(store, evaluation))
+    if evaluation is not None and not cfg.gate.protocol:
         try:
+            if champion is None:
+                return first_evidence(stored_result(store, evaluation))
             return paired_evidence(*own_results(store, evaluation, champion))
-        except NumbersChanged as error:
-            return Evidence({}, True, obstacle=str(error), audit="failed", audit_note=str(error))
-        except Incomparable as reason:
+        except (NumbersChanged, DigestMismatch) as error:
+            return Evidence(
+                {}, champion is not None, obstacle=str(error), audit="failed", audit_note=str(error)
+            )
+        except (Incomparable, BlobMissing) as reason:
             logger.info("both models are evaluated by one protocol: %s", reason)
     return evidence_anew(cfg, candidate, champion, play_anew)
 

@@ -11,13 +11,10 @@ from agentgym.config import ConfigError, RunConfig
 from agentgym.data.check import load_data
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version, champion_of
-from agentgym.evaluation.paired import Incomparable
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import (
     PlayAnew,
-    evidence_anew,
-    own_results,
-    paired_evidence,
+    evidence_of,
     promotions_of,
 )
 from agentgym.evaluation.question import question_asked
@@ -74,9 +71,11 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
         audit = audit_for_gate(cfg, candidate.run_key)
 
         def evidence_for(champion: Version | None) -> Evidence:
-            evidence = _evidence(cfg, candidate, champion, progress)
+            final, play = candidate.evaluation_in(store), play_anew(cfg, progress)
+            evidence = evidence_of(cfg, store, final, candidate, champion, play)
             items = {item for pair in evidence.pairs.values() for item in pair.items}
-            return replace(evidence, num_seen=len(items & chosen_on), **audit)
+            audited = {} if evidence.audit == "failed" else audit
+            return replace(evidence, num_seen=len(items & chosen_on), **audited)
 
         moves = sum(entry.moved for entry in promotions.history.entries())
         # all of the run's evaluation steps have the same protocol
@@ -89,23 +88,6 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
         return promotions.consider(
             candidate, cfg.gate, evidence_for, sha256(canonical_json(what)), question=question
         )
-
-
-def _evidence(
-    cfg: RunConfig, candidate: Version, champion: Version | None, progress: Progress | None
-) -> Evidence:
-    """Return the evidence for the gate. It is from the two runs' own evaluations if these are in
-    the store and comparable, and `gate.protocol` is empty; else candidate and champion, if there is
-    one, play by one protocol.
-    """
-    store = open_store(cfg)
-    final = candidate.evaluation_in(store)
-    if final is not None and champion is not None and not cfg.gate.protocol:
-        try:
-            return paired_evidence(*own_results(store, final, champion))
-        except (Incomparable, ValueError):
-            pass  # evaluate both by the same protocol
-    return evidence_anew(cfg, candidate, champion, play_anew(cfg, progress))
 
 
 def force(cfg: RunConfig, number: str, why: str) -> Entry:

@@ -17,7 +17,7 @@ from agentgym.evaluation.result import CLOCK, RESULT, outcome_table
 from agentgym.evaluation.stored import OUTCOMES, NumbersChanged, plan_of, stored_result
 from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
 from agentgym.pipeline.table import finished, open_store
-from agentgym.pipeline.versions import play_anew
+from agentgym.pipeline.versions import play_anew, promote
 from agentgym.records import TRAJECTORIES
 from agentgym.store.manifest import Blob
 from agentgym.viewer.study_page import versus as viewed
@@ -92,6 +92,19 @@ def test_the_gate_refuses_a_forged_result_of_its_own_protocol(cfg, forger_of, tm
     candidate = promotions_of(gated, open_store(gated)).version("1")
     with pytest.raises(NumbersChanged):
         evidence_anew(gated, candidate, None, play_anew(gated))
+
+
+def test_a_version_whose_recorded_result_was_forged_is_rejected(cfg, forger_of):
+    forger, store = forger_of(cfg), open_store(cfg)
+    last = forger.commits(LAST)[-1]
+    forger.rewrite(LAST, last.seq, RESULT, forged(store.read(last, RESULT)))
+    held_by_none = cfg.registry.model_copy(update={"alias": "next"})
+    entry = promote(cfg.model_copy(update={"registry": held_by_none}), "1")
+    assert (entry.verdict, entry.moved) == ("REJECT", False)
+    assert (
+        "its result is not that of its episodes: babyai_"
+        in entry.decision["evidence"]["audit_note"]
+    )
 
 
 def test_an_evaluation_of_a_run_before_it_had_a_plan_is_still_read(cfg):
