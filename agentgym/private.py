@@ -35,6 +35,8 @@ _OWNER_ALONE = struct.pack(
     "<I" + 3 * "HHI", 2, *(0x01, 7, 2**32 - 1), *(0x04, 0, 2**32 - 1), *(0x20, 0, 2**32 - 1)
 )
 
+_UNCHECKED = 0o1700  # as private as 0o700; the sticky bit marks a folder whose content was refused
+
 
 def private_folder(path: Path) -> Path:
     """Create a folder and its parents, or restrict an existing folder of this user: from then on
@@ -51,8 +53,9 @@ def private_folder(path: Path) -> Path:
     folder = path.stat()
     if folder.st_uid == os.geteuid():
         if stat.S_IMODE(folder.st_mode) != 0o700:
-            path.chmod(0o700)
+            path.chmod(_UNCHECKED)
             _check_content(path)  # from now on no other user can add to it
+            path.chmod(0o700)
         # on a file system without ACLs the folder's own mode must do
         with contextlib.suppress(OSError):
             os.setxattr(path, "system.posix_acl_default", _OWNER_ALONE)
@@ -113,10 +116,11 @@ def own_login(url: str) -> str | None:
     """
     try:
         services = json.loads((STATE / SERVICES).read_bytes())
-    except (OSError, ValueError):
+        process = process_start(int(services["pid"]))
+        started = services["started"]
+    except (OSError, ValueError, LookupError, TypeError):
         return None
-    is_record = isinstance(services, dict)
-    if not is_record or process_start(int(services.get("pid", 0))) != services.get("started", ""):
+    if process != started:
         return None
     parts = urlsplit(url)
     known = {

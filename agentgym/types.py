@@ -144,7 +144,7 @@ class EngineUsage:
     def mean_depth(self) -> float:
         """Mean number of waiting requests of an engine over time; 0 if nothing was measured."""
         waited = sum(depth * seconds for depth, seconds in self.depth_s.items())
-        return waited / self.total_s if self.depth_s else 0.0
+        return waited / self.total_s if self.total_s > 0 else 0.0
 
     def __add__(self, other: EngineUsage) -> EngineUsage:
         return self._with(other, 1)

@@ -105,7 +105,9 @@ def audit(
             f" {existing(cfg)}"
         )
     show.start("audit", 2 * len(steps) + 6)
-    splits = read_splits(cfg, store, steps, checks_of["numbers"])
+    splits = None
+    with checks_of["numbers"].guard("prepare"):
+        splits = read_splits(cfg, store, steps, checks_of["numbers"])
     with checks_of["records"].guard("records"):
         check_records(key, steps, pointers, checks_of["records"])
     results: Results = {}

@@ -146,7 +146,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         tree = {
             "run": f"r{run_key(cfg)[:12]}",
             "steps": [asdict(step) for step in steps],
-            "forecast": cost and {**asdict(cost), "most_commits": num_commits(cfg)},
+            "forecast": cost and {**asdict(cost), "num_commits": num_commits(cfg)},
             "pretrained": [asdict(default) for default in defaults],
         }
         say(json.dumps(tree, indent=1))

@@ -32,6 +32,7 @@ from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pages import gain, percent, points, single_page
 from agentgym.pipeline.contenders import commit_of
 from agentgym.pipeline.table import open_store
+from agentgym.records import RecordError
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
 from agentgym.store.runstore import RunStore
 
@@ -53,7 +54,7 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
     """Return the result that `word` names: the beginning of an evaluation's digest; a step of a run
     (`:stage-3` or `RUN:stage-3`: the run's own evaluation of it); or a folder or its result.json.
     Files outside `evaluations` of the state folder are not checked, and their names state this.
-    Errors: ConfigError; RecordError for damaged episodes.
+    Errors: ConfigError, also for damaged episodes.
     """
     path, files = Path(word), cfg.state_dir / "evaluations"
     try:
@@ -69,7 +70,7 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
         head = _of_step(cfg, store, word) if ":" in word else find(store, word)
         result, folder = stored_result(store, head), files / head.key[:12]
         return NamedResult(_name(result, folder.name), result, folder if folder.is_dir() else None)
-    except (ResultError, NumbersChanged, BlobMissing, DigestMismatch) as error:
+    except (ResultError, NumbersChanged, BlobMissing, DigestMismatch, RecordError) as error:
         raise ConfigError(f"{word}: {error}") from None
 
 

@@ -116,16 +116,11 @@ class Cluster:
             node_id(),
             checkpoint.adapter,
         )
-        loop = LoopThread()
-        engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
-        try:
-            engine.start()
-            yield engine
-        finally:
-            try:
-                engine.close()
-            finally:
-                loop.close()
+        with contextlib.closing(LoopThread()) as loop:
+            engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
+            with contextlib.closing(engine):
+                engine.start()
+                yield engine
 
     def _spawn(self, index: int) -> Any:
         return self._fresh.pop(index, None) or self._new_worker(index)

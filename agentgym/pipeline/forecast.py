@@ -95,13 +95,13 @@ class Forecast:
             return f"about {self.seconds / 60:.0f} min"
         return f"about {self.seconds / 3600:.1f} h"
 
-    def lines(self, most_commits: int) -> list[str]:
-        """Return the forecast as text. most_commits: the maximum number of commits."""
-        written = amount(self.commit_bytes * most_commits)
+    def lines(self, num_commits: int) -> list[str]:
+        """Return the forecast as text. num_commits: the stages' commits by store.commit_every."""
+        written = amount(self.commit_bytes * num_commits)
         step = "" if self.step_seconds is None else f", {self.step_seconds:.1f} s an optimizer step"
         return [
             *self._memory(),
-            f"store    {amount(self.commit_bytes)} a commit, at most {most_commits} of them:"
+            f"store    {amount(self.commit_bytes)} a commit, {num_commits} by store.commit_every:"
             f" {written} written; {amount(self.weight_bytes)} of weights a checkpoint",
             f"time     {self.duration}{step} ({self.speed})",
         ]

@@ -31,8 +31,8 @@ def plan(cfg: RunConfig) -> list[PlannedStep]:
 
 
 def num_commits(cfg: RunConfig) -> int:
-    """Maximum number of commits that the stages of a run make by `store.commit_every`. Further
-    ones, by `store.keep_best` and of exploration, are not counted.
+    """Number of commits that the stages of a run make by `store.commit_every`. Further ones, by
+    `store.keep_best` and of exploration, are not counted; fewer remain if an alarm stops the run.
     """
     every = cfg.store.commit_every
     return sum(

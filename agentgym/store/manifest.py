@@ -220,7 +220,7 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
 
 def _check_depth(tree: Any) -> None:
     """Raise ValueError for a tree that is nested too deep to be compared or written again."""
-    level = [tree]
+    level = [tree] if isinstance(tree, dict | list) else []
     for _ in range(MAX_DEPTH):
         level = [
             child

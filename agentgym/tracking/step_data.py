@@ -95,7 +95,7 @@ def dvc_revision(path: Path) -> str:
     try:
         tree: Any = yaml.safe_load(pointer.read_text(encoding="utf-8"))
         return str(tree["outs"][0]["md5"])
-    except (OSError, yaml.YAMLError, LookupError, TypeError):
+    except (OSError, ValueError, yaml.YAMLError, LookupError, TypeError):
         return ""
 
 

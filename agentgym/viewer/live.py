@@ -140,12 +140,13 @@ class Room:
                 player,
                 session,
                 episode,
-                stack.pop_all(),
+                contextlib.AsyncExitStack(),
                 env_instructions.get(env.name, ""),
             )
-        game.shots.append(await shot_of(session, 0, ""))
-        game.over = "" if player.begin(episode) else "there is no room to act"
-        await self._look(game)
+            game.shots.append(await shot_of(session, 0, ""))
+            game.over = "" if player.begin(episode) else "there is no room to act"
+            await self._look(game)
+            game.stack = stack.pop_all()
         self._games[game.id] = game
         return game
 

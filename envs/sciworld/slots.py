@@ -163,8 +163,9 @@ class SlotPool:
         """Load two tasks in up to num_games slots, at most one process's, then release the slots:
         slots share neither classes nor compiled code. Errors: GameFailed, JvmLost.
         """
-        slots = [self._take() for _ in range(min(num_games, self._slots_per_jvm))]
+        slots: list[Slot] = []
         try:
+            slots += (self._take() for _ in range(min(num_games, self._slots_per_jvm)))
             with ThreadPoolExecutor(len(slots)) as threads:
                 list(threads.map(self._open, slots))
                 for task in WARM_TASKS:

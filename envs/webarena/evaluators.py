@@ -172,11 +172,11 @@ def _located(target: Target, page: FinalPage, helpers: Helpers) -> str:
     if target.locator.startswith("func:"):
         return _called(target.locator, page, helpers)
     for script in target.prep_actions:
-        _run(page, script)
-    return _run(page, target.locator)
+        run_script(page, script)
+    return run_script(page, target.locator)
 
 
-def _run(page: FinalPage, script: str) -> str:
+def run_script(page: FinalPage, script: str) -> str:
     """Run a script. Return its value as Python prints it (null is "None"), "" if it throws."""
     try:
         return str(page.evaluate(f"() => {script}"))

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from envs.env import GraderFailed
 from envs.options import SECRET_PREFIX
+from envs.webarena.evaluators import run_script
 from envs.webarena.tasks import PAGE, Task, parse_call
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class SiteHelpers:
 
     def call(self, name: str, arguments: Sequence[str], page: FinalPage) -> str:
         """Return the result of helper `name` (a key of KNOWN) as text. page: the open page.
-        Errors: HelperFailed for a failed request or a missing value; those of `page.evaluate`.
+        Errors: HelperFailed for a failed request or a missing value.
         """
         try:
             match name:
@@ -123,7 +124,7 @@ class SiteHelpers:
                 case "shopping_get_sku_latest_review_rating":
                     return str(self._latest_review(arguments[0])["ratings"][0]["percent"])
                 case _:
-                    return str(page.evaluate(f"() => ({_ROLE})({json.dumps(arguments[1])})"))
+                    return run_script(page, f"({_ROLE})({json.dumps(arguments[1])})")
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise HelperFailed(f"{name}: {type(error).__name__} {error}".strip()) from error
 

@@ -132,7 +132,7 @@ def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     assert main(["plan", "--json", *own, profile]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["forecast"]["weight_bytes"] == 2 * 134_515_008
-    assert told["forecast"]["most_commits"] == 1
+    assert told["forecast"]["num_commits"] == 1
     assert {each["path"] for each in told["pretrained"]} >= {"optimizer.lr", "evaluation.k"}
 
 

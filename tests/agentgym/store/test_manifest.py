@@ -109,7 +109,7 @@ def test_a_manifest_changed_by_hand_is_refused() -> None:
 DEEP = (b"[" * 100_000 + b"]" * 100_000, b"[" * 900 + b"]" * 900)
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", *DEEP])
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"{}", b"5", b"null", *DEEP])
 def test_what_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(ManifestError):
         decode_commit(data)

@@ -7,6 +7,7 @@ import pytest
 
 from envs.searchqa.retrievers import RetrieverError
 from envs.searchqa.search_r1 import SearchR1
+from envs.webarena.evaluators import ScriptFailed
 from envs.webarena.helpers import HelperFailed, SiteHelpers
 from envs.webarena.judge import Endpoint, JudgeFailed
 from tests.answering import Handler, http_server
@@ -90,6 +91,15 @@ def test_a_shop_that_points_on_is_no_shop(pointing_on):
     with pytest.raises(HelperFailed, match="302"):
         SiteHelpers({"shopping": url}).call("shopping_get_latest_order_url", [], None)
     assert reached == []
+
+
+def test_a_script_of_a_helper_that_throws_gives_no_text():
+    class Throwing:
+        def evaluate(self, script):
+            raise ScriptFailed("no table")
+
+    role = SiteHelpers({}).call("gitlab_get_project_memeber_role", ["", "byteblaze"], Throwing())
+    assert role == ""
 
 
 def test_a_retriever_that_points_on_is_no_retriever(pointing_on):
