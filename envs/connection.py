@@ -182,7 +182,9 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse with status 400, see `_refuse`. Do nothing if the request was refused before."""
+        """Close the connection after a malformed request; do nothing if it is being closed already.
+        Status 400 is sent before only under the conditions of `_refuse`.
+        """
         self._refuse(400, msg)
 
     def _too_large(self) -> None:

@@ -26,7 +26,10 @@ class Expert(Protocol):
     """A player that knows its simulator's state and proposes the next action."""
 
     def next_action(self) -> str:
-        """Return the next action. Errors: ExpertFailed if the expert has none in time."""
+        """Return the next action. Errors: ExpertFailed if the expert has none for this state.
+
+        It may take any time: the caller limits it.
+        """
 
 
 class ExpertFailed(RuntimeError):

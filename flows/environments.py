@@ -19,8 +19,11 @@ from tasks.steps import end_environments, keep_environment, servers_artifact
 @flow(name="envs-up", flow_run_name=run_name, persist_result=False)
 def envs_up(run: RunRequest = RunRequest()) -> dict[str, str]:  # noqa: B008 (it is frozen)
     """Start servers of each environment of this run and leave them running, on this machine or on
-    Kubernetes (`env.deploy`); runs with the same `env.options` use them. Running servers stay.
-    An environment with `endpoints` gets none. Result: environment -> address or name of its fleet.
+    Kubernetes (`env.deploy`), until the flow envs-down or for `env.keep_s`; runs with the same
+    `env.options` use them. Running servers stay. An environment with `endpoints` gets none.
+    Result: environment -> address or name of its fleet.
+    Errors: ConfigError, also if a running server has other code or too few sessions for this run;
+    RuntimeError if a server does not start; those of `keep_up` on Kubernetes.
     """
     cfg = run.config()
     private_state(cfg.state_dir)

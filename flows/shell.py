@@ -326,7 +326,9 @@ def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
 
 
 def _percent(interval: Interval, tight: bool) -> str:
-    """Format a share and its interval in at most 13 characters; 12 if tight."""
+    """Return a share and its interval in percent, with Rich markup; it prints as 13 characters or,
+    if tight, as at most 12 without padding.
+    """
     mean, low, high = 100 * interval.mean, f"{100 * interval.low:.0f}", f"{100 * interval.high:.0f}"
     if tight:
         return f"{mean:.1f} [dim]{low if low == high else f'{low}-{high}'}[/dim]"

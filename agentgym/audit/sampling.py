@@ -94,8 +94,12 @@ def _skip_pruned(num: int, *checks: Checks) -> None:
 def weights_of_versions(
     cfg: RunConfig, record: StepRecord, checkpoint: Manifest
 ) -> Mapping[int, Manifest]:
-    """Return version of the weights (optimizer steps) -> commit that has them, for every version
-    that a step may play. checkpoint: the commit that the step starts from.
+    """Return version of the weights (optimizer steps) -> commit that recorded them, for the
+    versions that episodes of a step may have been played with: the checkpoint's and, in a training
+    stage, those of the step's commits with weights.
+
+    Versions between two commits are missing. Blobs of an older commit may have been pruned.
+    checkpoint: the commit that the step starts from.
     """
     sources = {int(checkpoint.state["global_step"]): checkpoint}
     if record.stage is not None:

@@ -142,7 +142,11 @@ def run_meant(policy: str) -> str:
 
 
 def request_of(arguments: argparse.Namespace) -> EvaluationRequest:
-    """Return the request for an evaluation from arguments of `add_options`. Errors: ConfigError."""
+    """Return the request for an evaluation from parsed arguments: `policy` and those of
+    `add_options`. `set` and `overrides`, if the arguments have them, only show which settings of
+    the prompt the user gave.
+    Errors: ConfigError for a missing policy or a value that is not allowed.
+    """
     from pydantic import ValidationError
 
     from agentgym.config import first_line

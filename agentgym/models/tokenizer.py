@@ -84,8 +84,10 @@ def require_rows(tokenizer: PreTrainedTokenizerBase, num_rows: int, name: str) -
     """Raise ConfigError if a conversation may contain an id without an embedding row.
 
     num_rows: of the embedding; name: of the model, for messages.
-    A special token beyond the rows is accepted if the chat template does not use it, because text
-    that spells it stays text. Gemma 3 has such a token, for images.
+
+    A special token beyond the rows is accepted if the chat template does not spell it and it is not
+    the tokenizer's bos, eos or unk token, because text that spells it stays text. Gemma 3 has such
+    a token, for images.
     """
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     template = str(tokenizer.chat_template)

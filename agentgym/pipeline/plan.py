@@ -61,10 +61,10 @@ def commit_bytes(cfg: RunConfig) -> int | None:
 
 
 def amount(num_bytes: int) -> str:
-    """Return a size with three digits and its unit, for example "1.5 GiB"."""
+    """Return a size with at most three digits and its unit, for example "1.5 GiB"."""
     amount = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if amount < 1024:
+        if amount < 999.5:
             return f"{amount:.3g} {unit}"
         amount /= 1024
     return f"{amount:.3g} TiB"

@@ -278,7 +278,11 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
 
 
 def changed(before: Result, after: Result) -> list[tuple[str, str, str]]:
-    """Return texts (slot, before, after) of each slot (item and sample) whose result differs."""
+    """Return (slot, before, after), as texts, for each slot that differs in whether it counts, in
+    success or in reward; another outcome alone is no difference. slot: item and sample.
+
+    Both results must have the same slots in the same order. Errors: ValueError for another number.
+    """
     changes = []
     for old, new in zip(before.slots, after.slots, strict=True):
         texts = [

@@ -208,11 +208,15 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def how_to_find(params: str, overrides: Sequence[str], cfg: RunConfig) -> str:
-    """Return the options, after a space, with which a command finds a run of these parameters.
+    """Return the options with which a command finds the run again, each word after a space; empty
+    if none is needed.
 
-    They are the parameter file, overrides of settings that no run stores, and overrides of
-    environments whose options come from the owner alone; logins in them are removed.
-    cfg: the configuration that both give.
+    They are `--params` if `params` is not params.yaml, and a `--set` for each override of a whole
+    section or of an operational setting (address, path, ...), which no run stores; overrides in
+    `alarms` and `pipeline` are left out. If an environment has an option that can read a file or
+    call an address (see `outward`), all overrides of `env` and `mix` are added, because such
+    options are not taken from a store. Logins are removed.
+    cfg: the configuration that `params` and `overrides` give.
     """
     reaches_out = any(outward(env.name, env.options) for env in cfg.envs)
     words = [] if params == PARAMS else ["--params", params]

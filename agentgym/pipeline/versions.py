@@ -57,11 +57,14 @@ def play_anew(cfg: RunConfig, progress: Progress | None = None) -> PlayAnew:
 
 
 def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> Entry:
-    """Let the gate judge a registered version, record its decision, and move the alias if it
-    promotes. Missing evaluations are played first; `gate.require_audit` also runs an audit.
+    """Let the gate judge a registered version, record its decision, return it, and move the alias
+    if the gate promotes. Missing evaluations are played first; `gate.require_audit` also runs an
+    audit.
 
-    A repeated call returns the recorded decision, until the alias moves.
-    Errors: ConfigError, LedgerUnavailable.
+    A repeated call with the same settings and data returns the recorded decision, until the alias
+    moves or an audit has another result. If the version already has the alias, nothing is recorded.
+    Errors: ConfigError, LedgerUnavailable; LeaseHeld if another process keeps the history or the
+    evaluation locked; RuntimeError if an evaluation stops early or the champion keeps changing.
     """
     store, splits = open_store(cfg), load_data(cfg)
     chosen_on = {item.item_id for item in (*splits.train, *splits.validation)}

@@ -49,7 +49,9 @@ def stages(config: HorizonConfig) -> tuple[Stage, ...]:
 
 @dataclass(frozen=True, slots=True)
 class HorizonState:
-    """State of an adaptive horizon; part of every commit."""
+    """State of an adaptive horizon: the limit on turns grows once success stops growing. Every
+    commit of reinforcement learning contains it; see `horizon_state` for commits without one.
+    """
 
     level: int = 0  # index into max_turns
     recent: tuple[float, ...] = ()  # success of the optimizer steps at this level, newest last

@@ -142,7 +142,11 @@ def solution(book: Book, goal: str) -> list[str]:
 
 
 def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
-    """Return the goals by task id, in the book's order, not the option's. Errors: ValueError."""
+    """Return the goals that the options `goals` (empty: all), `min_depth` and `max_depth` select,
+    in the book's order; task id t has goal number t modulo their count.
+    Errors: ValueError if `goals` is no list of texts or names an item without a recipe, or if no
+    goal is left.
+    """
     wanted = chosen["goals"]
     if not isinstance(wanted, list | tuple) or not all(isinstance(name, str) for name in wanted):
         raise ValueError(

@@ -57,7 +57,10 @@ transport.get_driver_env = _drivers_environment  # type: ignore[attr-defined]
 
 
 class BrowserLost(RuntimeError):
-    """The browser or the page died or no longer answers; the session is lost."""
+    """The session's browser is lost: it cannot be started, it or a page died or does not answer in
+    time, a page cannot be read or keeps leaving the sites, or a start page or a page of the
+    evaluation cannot be opened.
+    """
 
 
 @dataclass(slots=True, eq=False)

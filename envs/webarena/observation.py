@@ -62,8 +62,8 @@ class Element:
 
 @dataclass(slots=True)
 class Layout:
-    """Positions of the nodes of all frames.
-    `frames` maps the owner of an inner frame to the frame's id.
+    """Positions of the nodes of the main frame and of the inner frames that show in the window.
+    `frames` maps the backend id of the element that contains such an inner frame to its id.
     """
 
     # backend id -> box, cut to the window; nodes outside are missing

@@ -351,8 +351,11 @@ class Episode:
 
 class FinalPage:
     """The browser page that is open when an episode ends. Evaluators read its URL and content, run
-    scripts in it, and open other URLs. A request to the browser that takes STEP_S seconds raises
-    TimeoutError, one to a dead browser or page BrowserLost.
+    scripts in it, and open other URLs.
+
+    Errors of these requests: BrowserLost if the browser or page died or gives no answer within
+    PAGE_S seconds (an opened URL: within `Limits.goto_s` and a second); TimeoutError after STEP_S
+    seconds in all; playwright's Error.
     """
 
     def __init__(self, episode: Episode) -> None:
