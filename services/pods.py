@@ -170,8 +170,10 @@ def mlflow_environment(folder: Path, environment: Mapping[str, str]) -> dict[str
 
 
 def rollout_login(environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return (name, password) of KubeRay's jobs' user in `environment`; None if neither is set.
-    Errors: ConfigError if one is missing, the password is short, or the administrator has the name.
+    """Return (name, password) with which KubeRay's jobs log in to MLflow, from `environment`; None
+    if neither is set.
+    Errors: ConfigError if one is missing, the password is short, or the name is that of MLflow's
+    administrator.
     """
     user, password = environment.get(ROLLOUT_USER, ""), environment.get(ROLLOUT_PASSWORD, "")
     if not user and not password:

@@ -84,7 +84,9 @@ def _check_stage(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Ch
 
 
 def _taken_again(cfg: RunConfig, store: RunStore, record: StepRecord) -> dict[str, Tensor]:
-    """Take the optimizer steps again on the logged episodes and return the resulting weights."""
+    """Take the optimizer steps of a stage again on its logged episodes, or those of the warm start
+    on the demonstrations, and return the resulting weights.
+    """
     reader = StepReader(cfg=cfg, step=record.step, store=store, parents=record.parents)
     start = reader.checkpoint
     checkpoint, ranks = load_checkpoint(store, start), ProcessGroup(cfg.compute_device)

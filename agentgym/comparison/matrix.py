@@ -263,9 +263,10 @@ def _check_judged(cell: Cell) -> None:
 
 
 def _check_comparable(a: Cell, b: Cell) -> None:
-    """Raise ConfigError unless both rows play the same items the same way.
-    Rows of a column need equal protocols; other rows the same environment and evaluation settings,
-    apart from the sampling temperature, on the test split.
+    """Raise ConfigError if the settings show that two rows are not evaluated alike.
+
+    If environments are the columns, their protocols must be equal; else the sections `env` and
+    `evaluation`, apart from the sampling temperature, and the split must be `test`.
     """
     if a.protocol is not None and b.protocol is not None:
         unlike = differences(a.protocol.semantic(), b.protocol.semantic())

@@ -213,7 +213,9 @@ def _freedom(
 
 
 def _kurtosis(second: FloatArray, fourth: FloatArray, n: NDArray[np.int_]) -> FloatArray:
-    """Unbiased excess kurtosis of n values, at least 0, [...]. second, fourth: central moments."""
+    """Bias-corrected excess kurtosis (G2) of n >= 4 values, negative ones raised to 0, [...].
+    second, fourth: central moments, means over n.
+    """
     excess = np.divide(fourth, second**2, out=np.full_like(second, 3.0), where=second > 0) - 3
     return np.asarray(np.maximum((n - 1) / ((n - 2) * (n - 3)) * ((n + 1) * excess + 6), 0.0))
 

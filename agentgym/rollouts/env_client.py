@@ -304,8 +304,9 @@ class EnvSession:
         return reply.action
 
     async def hints(self) -> list[str]:
-        """Return the actions that are possible now.
-        Errors: EnvError, also for an environment that does not list them.
+        """Return actions that the environment suggests now. Others may be possible, and a suggested
+        one may have no effect.
+        Errors: EnvError, also for an environment that does not offer hints.
         """
         path = f"/hints?session_id={self._id}"
         reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)

@@ -57,7 +57,7 @@ class NoHints(PlayerFailed):
 
 
 async def hints_of(session: Any) -> list[str]:
-    """Return the actions that are possible now in a session.
+    """Return actions that the environment suggests in a session now.
     Errors: NoHints if its server does not list them; EnvError.
     """
     if not hasattr(session, "hints"):  # only our own protocol has them

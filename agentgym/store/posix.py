@@ -304,8 +304,11 @@ class StoreFull(OSError):
 
 
 def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
-    """Write `data` to a new file in `folder`, durably; return its path. An error leaves no file.
-    mode: permissions before the umask. Errors: StoreFull; other OSErrors pass.
+    """Write `data` to a new temporary file in `folder` and sync it; return its path, for the caller
+    to rename, link or discard. The name is durable only after `sync_folder`. An OSError leaves no
+    file.
+    mode: permissions before the umask.
+    Errors: StoreFull; other OSErrors pass.
     """
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
 

@@ -195,7 +195,9 @@ def lasting_digests(folder: Path) -> dict[str, str]:
 
 
 def lasting_files(tracker: Tracker, name: str, version: str) -> dict[str, str]:
-    """Return a version's `lasting_digests` as MLflow has them, {} if none. Errors: LookupError."""
+    """Return a version's `lasting_digests`: those that its tag in MLflow states, and for MLmodel
+    that of the file, which is downloaded; {} if it has no such tag. Errors: LookupError.
+    """
     from mlflow.artifacts import download_artifacts
 
     tags = version_tags(tracker, name, version)
