@@ -45,6 +45,7 @@ def points_of(cfg, name=STAGE):
     return committed_points(store, name, key_of(step, cfg, finished(cfg, store)))
 
 
+@pytest.mark.slow
 def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_again(begin):
     _, cfg = begin(
         "horizon.stage_steps=[21]",

@@ -109,8 +109,10 @@ def train_on(cfg):
 @pytest.mark.parametrize(
     ("env", "max_new_tokens", "observation_tokens", "entropy_coef"),
     # this model is too small to answer SearchQA
-    [(TEXTCRAFT, 40, 64, 0.0), (SEARCHQA, 60, 110, 0.01)],
-    ids=["textcraft", "searchqa"],
+    [
+        pytest.param(TEXTCRAFT, 40, 64, 0.0, id="textcraft", marks=pytest.mark.slow),
+        pytest.param(SEARCHQA, 60, 110, 0.01, id="searchqa"),
+    ],
 )
 def test_three_updates_on_each_environment_pass_the_audit(
     params, serving, env, max_new_tokens, observation_tokens, entropy_coef
@@ -165,6 +167,7 @@ def test_an_episode_the_simulator_cuts_is_learned_from_as_cut_and_audited_as_suc
     assert report.ok, [check.failures for check in report.checks if not check.ok]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("chromium")
 def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
@@ -262,6 +265,7 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
     assert "validation/babyai/success" in metrics[1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("java")
 def test_science_and_a_grid_world_are_learned_in_one_run(params, serving):
     longer = {

@@ -19,7 +19,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_engine_and_learner_of_one_process_share_the_device(
     tiny_params, tmp_path, tiny_endpoint, recipe, device
 ):

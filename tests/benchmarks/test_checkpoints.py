@@ -14,6 +14,7 @@ RESULT = json.loads((ROOT / "docs/results/checkpoints.json").read_text())
 checkpoints = imported("checkpoints")
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_each_of_two_ranks_holds_half_of_a_smaller_model(checkpoints, tmp_path):
     smaller = {

@@ -154,6 +154,7 @@ def test_seconds_are_bytes_by_bandwidth(scale):
     assert took["build"] == pytest.approx(2 * 8 * 3 / 2 + 2)
 
 
+@pytest.mark.slow
 @pytest.mark.integration
 def test_a_smaller_model_holds_for_real_what_it_holds_on_paper(scale, tmp_path):
     real = {str(ranks): scale.really(tmp_path, SMALL, ranks) for ranks in (1, 2)}

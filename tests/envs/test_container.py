@@ -52,17 +52,9 @@ def build(env, place):
     return srv, environment
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "env",
-    [
-        "textcraft",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("babyai", "sciworld", "searchqa", "webarena")
-        ),
-    ],
-)
+@pytest.mark.parametrize("env", ["textcraft", "babyai", "sciworld", "searchqa", "webarena"])
 def test_the_image_serves_its_environment_and_holds_nothing_of_the_trainer(env, tmp_path):
     srv, environment = build(env, tmp_path)
     python = f"{tmp_path}/venv/bin/python"

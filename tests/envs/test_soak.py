@@ -104,7 +104,7 @@ async def soak(env, endpoints, num_sessions, num_abandoned):
 @pytest.mark.parametrize(
     ("env", "num_sessions", "num_abandoned"),
     [
-        ("textcraft", 1000, 200),
+        pytest.param("textcraft", 1000, 200, marks=pytest.mark.slow),
         *(
             pytest.param(env, 10_000, 2_000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])
             for env in ACTIONS

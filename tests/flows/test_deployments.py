@@ -33,6 +33,7 @@ def test_up_says_where_everything_is_and_a_second_time_starts_nothing(deployed):
     assert processes(deployed.project) == before
 
 
+@pytest.mark.slow
 def test_make_up_after_the_schedule_was_switched_on_switches_it_on_and_says_so(deployed):
     file = deployed.project.folder / "prefect.yaml"
     as_it_was = file.read_text()
@@ -164,6 +165,7 @@ def logged_in(services, name):
     return f"{scheme}://{services['login']}@{address}/login"
 
 
+@pytest.mark.slow
 def test_the_printed_links_log_a_browser_in_and_its_pages_show_what_there_is(deployed, browser):
     services = deployed.services
     printed = make(deployed.project, "up").stdout
@@ -286,6 +288,7 @@ def test_the_login_goes_to_no_other_server(deployed, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deployed):
     run = deployed.submit("pipeline/local", "horizon.stage_steps=[6,1,1]")
     deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 2)
@@ -353,6 +356,7 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
     assert audit.returncode == 0, audit.stdout
 
 
+@pytest.mark.slow
 def test_cancel_ends_everything_the_run_owns(deployed):
     run = deployed.request("pipeline/local", "horizon.stage_steps=[300,1,2]")
     deployed.wait_for_commit("stage-1", deployed.commits("stage-1") + 1)
@@ -365,6 +369,7 @@ def test_cancel_ends_everything_the_run_owns(deployed):
     assert not {state for _, state, _ in seen["tasks"]} & {"Running", "Pending"}
 
 
+@pytest.mark.slow
 def test_a_nightly_run_is_off_until_it_is_switched_on(deployed, switched_on):
     def schedules(state=None):
         found = deployed.api("deployments/name/pipeline/local")

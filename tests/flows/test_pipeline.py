@@ -160,9 +160,8 @@ def test_the_run_passes_its_audit_from_the_command_line(finished):
     assert name in other.stderr
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_pipeline_leaves_nothing_running_and_the_same_command_goes_on(
     fresh, made_databases, number
 ):

@@ -32,6 +32,7 @@ def pages_of(project):
         yield path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # it runs three audits
 def test_what_runs_with_and_without_overrides_print_works_as_it_stands(
     finished, copied, tmp_path_factory

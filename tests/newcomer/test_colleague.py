@@ -11,7 +11,10 @@ import yaml
 
 from tests.projects import SHORT_RUN
 
-pytestmark = pytest.mark.timeout(900)  # may first have to make the finished project
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # may first have to make the finished project
 
 STEPS = 14
 GIT = {

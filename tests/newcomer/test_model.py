@@ -12,7 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from tests.agentgym.families import tokenizer_of
 from tests.projects import SHORT_RUN
 
-pytestmark = pytest.mark.timeout(600)  # may first have to make the finished project
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # may first have to make the finished project
 
 # random weights solve no item
 SHORT = ("warm_start.enabled=false", "alarms.no_success=off", *SHORT_RUN)

@@ -78,6 +78,7 @@ def test_history_lineage_promotion_and_rollback_of_one_run(params, capsys):
     assert "moved by hand" in tree["standing"]["drift"]
 
 
+@pytest.mark.slow
 def test_a_forged_audit_that_passed_promotes_nothing(forger):
     """Run a new audit where the gate requires one; a stored audit can only forbid a promotion."""
     cfg, key = forger.cfg, run_key(forger.cfg)

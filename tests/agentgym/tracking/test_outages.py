@@ -112,6 +112,7 @@ def proxy(request, empty_ledger, tmp_path, mlflow_server, monkeypatch):
         proxy.shutdown()
 
 
+@pytest.mark.slow
 def test_what_a_server_failed_to_take_or_to_confirm_is_there_once_in_the_end(
     copy_run, tmp_path, tiny_params, proxy
 ):

@@ -199,6 +199,7 @@ def test_a_forged_page_is_found(copy_run, tmp_path, tiny_params, tiny_endpoint, 
     assert [check.name for check in checks if not check.ok] == ["pages"], checks
 
 
+@pytest.mark.slow
 def test_pages_are_audited_through_a_server_too(
     copy_run, tmp_path, tiny_params, tiny_endpoint, mlflow_server
 ):

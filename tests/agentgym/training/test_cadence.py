@@ -13,9 +13,8 @@ from agentgym.pipeline.table import finished, open_store, steps_of
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize(
-    "every", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 1000))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [3, 1, 1000])
 def test_a_killed_stage_ends_the_same_however_many_steps_a_commit_holds(
     copy_run, whole_run, tmp_path, tiny_params, tiny_endpoint, monkeypatch, every
 ):

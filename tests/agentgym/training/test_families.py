@@ -32,7 +32,9 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=["qwen3", *(pytest.param(x, marks=pytest.mark.slow) for x in [*FAMILIES][1:])]
+)
 def run(request, family_of, tmp_path, tiny_params, tiny_endpoint):
     """(configuration of a run, ids of its stop tokens).
     As on the Hub, generation_config.json has stop tokens that config.json lacks.

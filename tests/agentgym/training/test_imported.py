@@ -165,6 +165,7 @@ def of_recipe(begun, recipe, folder):
     return cfg
 
 
+@pytest.mark.slow
 def test_gold_trajectories_are_demonstrations_and_losing_ones_are_kept_for_comparison(
     begun, published
 ):

@@ -145,9 +145,10 @@ def test_a_loop_that_trains_no_adapter_is_refused(adapted, monkeypatch):
         run_step("stage-1", cfg)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
-    [*(pytest.param(each, marks=pytest.mark.slow) for each in ("agent_evol", "sft")), "dpo"],
+    ["agent_evol", "sft", "dpo"],
 )
 def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     adapted, tiny_params, tiny_endpoint, tmp_path, recipe

@@ -44,15 +44,15 @@ def points(cfg, name):
     return [point for commit in logged for point in decode_points(store.read(commit, METRICS))]
 
 
-# same loop and audit as grpo, so only in slow tests
-ALIKE = ("dr_grpo", "rloo", "reinforce++-baseline")
+# one recipe for each training loop; the others differ in losses and advantages alone
+USUAL = ("grpo", "ppo", "sft", "dpo", "agent_evol")
 
 
 @pytest.mark.parametrize(
     "recipe",
     [
-        pytest.param(each, marks=pytest.mark.slow) if each in ALIKE else each
-        for each in sorted(RECIPES)
+        recipe if recipe in USUAL else pytest.param(recipe, marks=pytest.mark.slow)
+        for recipe in sorted(RECIPES)
     ],
 )
 def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
@@ -81,7 +81,10 @@ def test_each_recipe_trains_two_stages_and_passes_the_audit(begin, recipe):
             marks=pytest.mark.slow,
         ),
         pytest.param({"algorithm": {"recipe": "grpo", "kl_coef": 0.01}}, marks=pytest.mark.slow),
-        {"algorithm": {"recipe": "rloo", "kl_coef": 0.01, "entropy_coef": 0.01}},
+        pytest.param(
+            {"algorithm": {"recipe": "rloo", "kl_coef": 0.01, "entropy_coef": 0.01}},
+            marks=pytest.mark.slow,
+        ),
         {
             "algorithm": {
                 "recipe": "grpo",
@@ -216,6 +219,7 @@ def test_a_model_in_bfloat16_resumes_to_the_bit_with_its_master_weights(
     )
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_trained_without_the_critic_is_named(whole_run):
     from agentgym.training import rl
 

@@ -44,6 +44,7 @@ def check(world, per_task):
     return len(scores)
 
 
+@pytest.mark.slow
 def test_the_expert_solves_every_kind_of_task(world):
     assert check(world, 1) == 23
 
@@ -61,6 +62,7 @@ def test_nearly_every_index_has_a_recorded_solution():
     assert missing.total() <= UNSOLVED_SHARE * len(tasks)
 
 
+@pytest.mark.slow
 def test_junk_earns_next_to_nothing(world):
     playing = world()
     chance = random.Random(0)

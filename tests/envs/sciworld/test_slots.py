@@ -130,6 +130,7 @@ def test_a_slot_is_used_again_and_the_last_one_first(pool):
     assert len(pool.pids) == 1
 
 
+@pytest.mark.slow
 def test_a_warm_pool_opens_four_games_for_a_fraction_of_what_a_cold_one_takes():
     def open_four(pool):
         before = pool.engine_s

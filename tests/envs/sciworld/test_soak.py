@@ -105,7 +105,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_kills, at_once):
 @pytest.mark.parametrize(
     ("num_sessions", "num_abandoned", "num_kills", "at_once"),
     [
-        (16, 2, 1, 4),
+        pytest.param(16, 2, 1, 4, marks=pytest.mark.slow),
         # two processes
         pytest.param(1000, 50, 5, 12, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
     ],

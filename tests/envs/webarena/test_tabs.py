@@ -246,7 +246,7 @@ def test_a_page_that_keeps_sending_itself_elsewhere_is_bounded(episode, site):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("kind", ["elements", "text"])
+@pytest.mark.parametrize("kind", ["elements", pytest.param("text", marks=pytest.mark.slow)])
 def test_a_page_of_ten_megabytes_is_not_read(episode, site, kind):
     site.pages["/huge"] = body(
         f"<p>words{' and words' * 4}</p>" * 200_000 if kind == "elements" else "word " * 2_000_000

@@ -242,7 +242,7 @@ async def soak(endpoints, num_sessions, num_abandoned, num_crashes, num_kills, t
 @pytest.mark.parametrize(
     ("num_sessions", "num_abandoned", "num_crashes", "num_kills"),
     [
-        (12, 2, 1, 0),
+        pytest.param(12, 2, 1, 0, marks=pytest.mark.slow),
         pytest.param(300, 30, 5, 1, marks=[pytest.mark.slow, pytest.mark.timeout(2400)]),
     ],
 )

@@ -113,6 +113,7 @@ def test_an_installed_engine_trains_and_is_audited_by_its_own_tolerance(
     assert told["rescore"].counted > 0
 
 
+@pytest.mark.slow
 def test_a_forgotten_publish_of_an_installed_engine_is_found(slow, tiny_params, tmp_path):
     slow.write_text(SLOW.replace("load_weights(self._model, await delivery.weights())", "pass"))
     cfg = load_config(tiny_params(tmp_path / "run"), ["rollout.engine=slow", "optimizer.lr=0.01"])

@@ -175,6 +175,7 @@ def test_an_engine_that_does_not_start_says_why(cfg, session, monkeypatch, room)
     assert not left_in(room)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_engine_whose_owner_is_killed(tmp_path):
     process = owner(tmp_path, "wait")
     try:
@@ -331,6 +332,7 @@ def test_the_interpreter_is_asked_what_it_has(tmp_path, monkeypatch):
         check_engine(cfg)
 
 
+@pytest.mark.slow
 def test_a_process_below_uses_the_engine_while_it_is_free(
     shared, cfg, session, num_starts, tmp_path
 ):
