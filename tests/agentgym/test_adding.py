@@ -1,4 +1,4 @@
-"""The guides of docs/adding.md, followed word by word on a copy of the sources."""
+"""The guides of docs/how-to/add-*.md, followed word by word on a copy of the sources."""
 
 import json
 import os
@@ -21,16 +21,35 @@ from agentgym.tracking.points import decode_points
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-GUIDES = dict(
-    re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/adding.md").read_text(), re.S | re.M)
-)
-# an instruction: a sentence with the position, then the block to insert
+PAGES = ROOT / "docs/how-to"
+
+
+def section(page, heading):
+    """Return the text of a page's section; the whole page without a heading."""
+    text = (PAGES / page).read_text()
+    if not heading:
+        return text
+    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+
+
+GUIDES = {
+    "An advantage": section("add-an-advantage-or-loss.md", "An advantage"),
+    "A loss": section("add-an-advantage-or-loss.md", "A loss"),
+    "A training loop": section("add-a-training-loop.md", ""),
+    "An environment": section("add-a-built-in-environment.md", ""),
+    "A step": section("add-to-the-pipeline.md", "A step"),
+    "A metric": section("add-to-the-pipeline.md", "A metric"),
+}
+# an instruction: a paragraph with the position, then the block to insert
 BLOCK = re.compile(
-    r"(?P<where>[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?P<where>(?:^[^\n`][^\n]*\n)*^[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
+FENCE = re.compile(r"^```\w+$", re.MULTILINE)
 PLACE = re.compile(
-    r"(?:^|\. )(?:New file `(?P<new>[^`]+)`|In `(?P<file>[^`]+)`,"
-    r" (?:(?P<how>before|after|in place of) the line `(?P<line>.+)`|at its end)):$"
+    r"^(?:New file `(?P<new>[^`]+)`|In `(?P<file>[^`]+)`,"
+    r" (?:(?P<how>before|after|in place of) the line (?P<begins>that begins with )?`(?P<line>.+)`"
+    r"|at its end)):$"
 )
 COPIED = (
     "agentgym",
@@ -78,8 +97,8 @@ class Copy:
             if block["language"] == "sh":
                 self.commands += block["text"].splitlines()
                 continue
-            place = PLACE.search(block["where"])
-            assert place, f"{guide}: this says not where its block goes: {block['where']}"
+            place = place_of(block)
+            assert place, f"{guide}: no position for a block in: {block['where']}"
             path = self.folder / (place["new"] or place["file"])
             if place["new"]:
                 assert not path.exists()
@@ -144,11 +163,17 @@ class Copy:
         ]
 
 
+def place_of(block):
+    """Return the match of PLACE in a block's paragraph, None if it names no position."""
+    return PLACE.search(" ".join(block["where"].split()))
+
+
 def inserted(text, place, block):
     if place["how"] is None:
         return f"{text}\n\n{block}"
     lines = text.splitlines(keepends=True)
-    (at,) = (number for number, line in enumerate(lines) if line.strip() == place["line"])
+    is_named = str.startswith if place["begins"] else str.__eq__
+    (at,) = (at for at, line in enumerate(lines) if is_named(line.strip(), place["line"]))
     first, last = {"before": (at, at), "after": (at + 1, at + 1), "in place of": (at, at + 1)}[
         place["how"]
     ]
@@ -342,14 +367,19 @@ def ask(url, **message):
         return json.load(r)
 
 
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_block_of_a_guide_is_followed(guide):
+    assert len(BLOCK.findall(GUIDES[guide])) == len(FENCE.findall(GUIDES[guide])) > 1
+
+
 def test_the_table_says_how_many_files_each_guide_touches(copy):
-    page = (ROOT / "docs/adding.md").read_text()
+    page = (PAGES / "add-to-the-algorithms.md").read_text()
     counts = {}
     for guide in GUIDES:
         before = copy.counted()
         copy.follow(guide)
         blocks = BLOCK.finditer(GUIDES[guide])
-        places = [PLACE.search(block["where"]) for block in blocks if block["language"] != "sh"]
+        places = [place_of(block) for block in blocks if block["language"] != "sh"]
         files = {place["new"] or place["file"] for place in places}
         counts[guide] = len([name for name in files if not name.startswith("tests/")])
         assert before <= copy.counted()
