@@ -45,6 +45,7 @@ REDIRECTS: dict[str, dict[str, str]] = {
     },
     "docs/viewer": {
         "": "docs/reference/viewer.md",
+        "pages": "docs/reference/viewer.md#pages",
         "take-away": "docs/reference/viewer.md#export-episodes",
         "the-index": "docs/reference/viewer-index.md#the-index",
         "who-may-look": "docs/reference/viewer-index.md#access",
@@ -52,12 +53,74 @@ REDIRECTS: dict[str, dict[str, str]] = {
     "docs/reproduce": {
         "": "docs/reference/reproduce.md",
         "before": "docs/reference/reproduce.md#before-you-start",
+        **{
+            f"table-{anchor}": f"docs/reference/reproduce-tables.md#table-{anchor}"
+            for anchor in (
+                "1-webarena",
+                "2-deep-search-searchqa",
+                "3-textcraft",
+                "4-babyai",
+                "5-sciworld",
+            )
+        },
+        "figure-1-all-models": "docs/reference/reproduce-tables.md#figure-1-all-models",
+        **{
+            anchor: f"docs/reference/reproduce-figures.md#{anchor}"
+            for anchor in (
+                "table-6-grpo-and-reinforce",
+                "ppo-and-reinforce-with-a-growing-horizon",
+                "schedules-of-the-horizon",
+                "figures-6-and-7-reward-while-training",
+                "figures-8-and-9-more-turns-more-samples",
+            )
+        },
         "the-same-claims-with-small-models": (
             "docs/reference/reproduce.md#the-same-claims-with-small-models"
         ),
     },
-    "docs/adding": {"": "docs/how-to/add-to-the-algorithms.md"},
-    "docs/operations": {"": "docs/how-to/nightly.md"},
+    "docs/adding": {
+        "": "docs/how-to/add-to-the-algorithms.md",
+        "an-advantage": "docs/how-to/add-an-advantage-or-loss.md#an-advantage",
+        "a-loss": "docs/how-to/add-an-advantage-or-loss.md#a-loss",
+        "a-training-loop": "docs/how-to/add-a-training-loop.md",
+        "an-environment": "docs/how-to/add-a-built-in-environment.md",
+        "a-step": "docs/how-to/add-to-the-pipeline.md#a-step",
+        "a-metric": "docs/how-to/add-to-the-pipeline.md#a-metric",
+    },
+    "docs/operations": {
+        "": "docs/how-to/nightly.md",
+        "a-nightly-run": "docs/how-to/nightly.md",
+        "where-the-time-goes": "docs/reference/metrics-time.md#where-the-time-goes",
+        "is-it-learning": "docs/how-to/debug-a-run-that-does-not-learn.md",
+        "evaluating-any-policy": "docs/how-to/evaluate-a-policy.md",
+        "which-policy-is-better": "docs/how-to/compare-two-policies.md",
+        "tables-whose-columns-are-environments": "docs/how-to/compare-in-several-environments.md",
+        "which-model-is-champion": "docs/how-to/promote-and-roll-back.md",
+        "the-pages-of-mlflow": "docs/reference/mlflow-pages.md",
+        "loading-playing-and-serving-a-model": "docs/how-to/export-and-serve.md",
+        "state": "docs/reference/state-folder.md",
+        "fleets-on-kubernetes": "docs/how-to/kubernetes.md",
+        "backup": "docs/how-to/backup-and-upgrade.md#backup",
+        "restore": "docs/how-to/backup-and-upgrade.md#restore",
+        "upgrade": "docs/how-to/backup-and-upgrade.md#upgrade",
+        "how-weights-reach-the-engines": "docs/concepts/where-weights-go.md",
+        "one-engine-for-a-run": "docs/concepts/one-engine-for-a-run.md",
+        "rollouts-ahead-of-the-updates": "docs/concepts/rollouts-ahead.md",
+        "memory-and-speed-of-an-update": "docs/how-to/memory-and-speed.md",
+        "what-a-rank-holds": "docs/reference/memory-per-rank.md",
+        "adapters": "docs/how-to/train-an-adapter.md",
+        "on-a-gpu": "docs/how-to/gpu-first-hour.md",
+        "alarms": "docs/reference/errors.md",
+        "exit-code-2": "docs/reference/errors-configuration.md",
+        "exit-code-3": "docs/reference/errors-evaluations.md",
+        "exit-code-1-the-store": "docs/reference/errors-store.md",
+        "exit-code-1-environments-and-episodes": "docs/reference/errors-environments.md",
+        "exit-code-1-learning": "docs/reference/errors-learning.md",
+        "exit-code-1-mlflow-ray-dvc": "docs/reference/errors-services.md",
+        "what-an-environment-server-answers": "docs/reference/errors-environment-server.md",
+        "services": "docs/reference/errors-services.md",
+        "who-may-reach-what": "docs/reference/listening-addresses.md",
+    },
 }
 REDIRECT = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Moved</title>

@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = r"(?:agentgym|make|python -m|dvc|prefect) [^`]+"
 PAGES = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "envs/*/README.md", "k8s/*.md", "sites/**/*.md")
+    for pattern in (
+        "README.md",
+        *(f"docs/{kind}/*.md" for kind in ("tutorials", "how-to", "concepts", "reference")),
+        "envs/*/README.md",
+        "k8s/*.md",
+        "sites/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 
