@@ -69,7 +69,7 @@ def named():
             for line in block.replace("\\\n", " ").splitlines()
         ]
         for command in [*lines, *re.findall(r"`([^`\n]+)`", text)]:
-            command = re.split(r"  #| [|>&]|;|\)", command)[0].strip()
+            command = " ".join(re.split(r"  #| [|>&]|;|\)", command)[0].split())
             if re.fullmatch(PROGRAM, command):
                 found.setdefault(command, path.relative_to(ROOT))
     return found

@@ -26,7 +26,6 @@ PAGES = (
     "docs/reference/compute.md",
     "docs/reference/environments.md",
     "docs/reference/protocols.md",
-    "docs/reference/results.md",
 )
 BLOCKS = [
     block
