@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import AlarmsConfig, load_config
+from agentgym.config.algorithm import FAMILIES
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.tracking.points import RULES
 from envs.refusals import STATUS
@@ -183,13 +184,13 @@ def test_the_page_of_training_alarms_is_that_of_the_rules():
 
 def test_a_setting_that_a_page_names_exists():
     tree = load_config(ROOT / "params.yaml").model_dump()
-    names = [name for name, value in tree.items() if isinstance(value, dict)]
+    tree["algorithm"] = {name for family in FAMILIES.values() for name in family.model_fields}
+    names = [name for name, value in tree.items() if isinstance(value, dict | set)]
     folders = ("tutorials", "how-to", "concepts", "reference")
     text = "\n".join(path.read_text() for name in folders for path in (DOCS / name).glob("*.md"))
     named = set(re.findall(rf"`((?:{'|'.join(names)})\.[a-z_]+)`", text))
     assert len(named) > 90
-    # a setting of exploring recipes; a file; a tag; a module
-    named -= {"algorithm.num_items", "evaluation.png", "evaluation.question", "kubernetes.dynamic"}
+    named -= {"evaluation.png", "evaluation.question", "kubernetes.dynamic"}  # no settings
     assert [
         path for path in named if path.partition(".")[2] not in tree[path.partition(".")[0]]
     ] == []
