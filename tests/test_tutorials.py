@@ -80,7 +80,7 @@ def pattern(expected):
 
 
 class Reader:
-    """Somebody who follows a tutorial in a project. replaced: command -> what runs in its place."""
+    """Follows a tutorial. replaced: commands -> the command or function that runs instead."""
 
     def __init__(self, project, replaced=()):
         self.project, self.replaced = project, dict(replaced)
