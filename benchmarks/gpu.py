@@ -15,6 +15,7 @@ import json
 import math
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -66,9 +67,9 @@ def main() -> int:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Return the table of docs/operations.md. results: the content of OUT, or empty."""
+    """Return the list of docs/how-to/gpu-first-hour.md. results: the content of OUT, or empty."""
     cases = results.get("cases", {})
-    rows = ["| case | what it measures | figures |", "|---|---|---|"]
+    rows = []
     for name, case in CASES.items():
         result = cases.get(name, {})
         figures = "; ".join(
@@ -76,7 +77,12 @@ def table(results: dict[str, Any]) -> str:
         )
         if figures:
             figures += f" ({result['machine']['gpu']}, `{result['command']}`)"
-        rows.append(f"| `{name}` | {(case.__doc__ or '').rstrip('.')} | {figures or 'not run'} |")
+        for text, mark in (
+            (f"`{name}`: {(case.__doc__ or '').rstrip('.')}", "- "),
+            (figures or "not run", "  - "),
+        ):
+            indent = " " * len(mark)
+            rows += textwrap.wrap(text, 98, initial_indent=mark, subsequent_indent=indent)
     return "\n".join(rows)
 
 

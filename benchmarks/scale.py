@@ -6,7 +6,8 @@ parameters is also trained for real, in one process, in two and in four (gloo): 
 calibrates the error of the paper, the others check that it is then within LIMIT. Seconds are bytes
 at BANDWIDTHS, without overlap, arithmetic not counted.
 `--check FILE` uses the real runs of an earlier result, `--models FILE` the large models.
-Writes docs/results/scale.json and the tables of docs/operations.md; fails above the limit.
+Writes docs/results/scale.json and the tables of docs/reference/memory-per-rank.md; fails above the
+limit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import gc
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +38,7 @@ from agentgym.learner.start import LearnerPlan
 from agentgym.models import attention
 from agentgym.models.model import empty_model
 
-PAGE = ROOT / "docs/operations.md"
+PAGE = ROOT / "docs/reference/memory-per-rank.md"
 BEGIN, END = "<!-- written by benchmarks/scale.py -->", "<!-- to here -->"
 PHASES = ("build", "update", "publish", "commit")
 RANKS = (1, 8, 64)
@@ -338,33 +340,46 @@ def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any])
     }
 
 
-# tables of docs/operations.md
+# tables of docs/reference/memory-per-rank.md
 
 
 def told_of(result: dict[str, Any]) -> str:
     check, expected = result["check"], {str(ranks) for ranks in CHECKED}
     off = [
-        f"{ranks} ranks within {100 * max(map(abs, row.values())):.1f} %"
+        f"{ranks} ranks are within {100 * max(map(abs, row.values())):.1f} %"
         for ranks, row in check["off"].items()
     ]
     not_run = sorted(expected - check["real"].keys())
-    lines = [
-        f"Of a model of {check['num_parameters'] / 1e9:.2f} billion parameters that is trained for"
-        " real on a CPU, one process says by how much",
-        f"paper is short; {' and '.join(off)} of what it then says"
-        f" ([results](results/scale.json), limit {100 * LIMIT:.0f} %)"
-        + (f"; {' and '.join(not_run)} ranks: not run." if not_run else "."),
-    ]
+    missing = f"; {' and '.join(not_run)} ranks: not run." if not_run else "."
+    text = (
+        f"A model of {check['num_parameters'] / 1e9:.2f} billion parameters was trained for real on"
+        " a CPU. One process gives the factor between the real and the computed memory. With this"
+        f" factor, {' and '.join(off)} of the computed memory"
+        f" ([results](../results/scale.json), limit {100 * LIMIT:.0f} %){missing}"
+    )
+    lines = textwrap.wrap(text, 98, break_long_words=False, break_on_hyphens=False)
     num_rows = sum(len(model["rows"]) for model in result["models"].values())
     if left_out := len(SIZES) * (len(RANKS) + len(LOADS) - 1) - num_rows:
-        lines.append(f"Of the rows below {left_out} are missing: not run.")
-    return "\n\n" + "\n\n".join(["\n".join(lines), table(result), loads_table(result)]) + "\n\n"
+        lines.append(f"In the tables below {left_out} rows are missing: not run.")
+    parts = [
+        "\n".join(lines),
+        "## Phases",
+        table(result),
+        "## An update at 8 ranks",
+        loads_table(result, ("weights", "master weights", "moments", "gradients", HOST)),
+        "Temporary memory of the same updates:",
+        loads_table(
+            result,
+            ("gathered weights", "exchanged gradients", "activations", "logits", STEP),
+        ),
+    ]
+    return "\n\n" + "\n\n".join(parts) + "\n\n"
 
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        "| model | ranks | build | update | publish | host, commit | exchange, s | publish, s"
-        " | commit, s | written, s |",
+        "| model | ranks | build | update | publish | host | exchange s | publish s | commit s"
+        " | written s |",
         "|---" * 10 + "|",
     ]
     usual = vars(Load())
@@ -393,19 +408,18 @@ def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
     return f"{size_on_device * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
 
 
-def loads_table(result: dict[str, Any]) -> str:
-    """Return a table of the kinds of memory in an update, at NODE ranks."""
-    kinds = ("weights", "master weights", "moments", "gradients", "gathered weights")
-    kinds += ("exchanged gradients", "activations", "logits", STEP, HOST)
-    lines = [f"| model | tokens | blocks | {' | '.join(kinds)} |"]
-    lines += ["|---" * (3 + len(kinds)) + "|"]
+def loads_table(result: dict[str, Any], kinds: Sequence[str]) -> str:
+    """Return a table of these kinds of memory in an update, in GiB, at NODE ranks."""
+    titles = ["AdamW" if kind == STEP else kind for kind in kinds]
+    lines = [f"| model | blocks | {' | '.join(titles)} |"]
+    lines += ["|---" * (2 + len(kinds)) + "|"]
     for name, model in result["models"].items():
         for row in [candidate for candidate in model["rows"] if candidate["ranks"] == NODE]:
             gib_by_kind = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]
             blocks = "checkpointed" if row["checkpointing"] else "whole"
             blocks += ", states on the host" if row["offload"] else ""
             sizes = " | ".join(f"{size:.1f}" for size in gib_by_kind)
-            lines.append(f"| {name} | {row['micro_batch_tokens']} | {blocks} | {sizes} |")
+            lines.append(f"| {name} | {blocks} | {sizes} |")
     return "\n".join(lines)
 
 

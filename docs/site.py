@@ -1,10 +1,18 @@
-"""Which files are the site's: the repository's own documents at their own paths, so that a link
-means the same here and there, what they link to, and a page of reference for each room of agentgym.
+"""Build the site: the repository's documents at their own paths, so that a link means the same
+here and there, the files that they link to, and reference pages that are made from the code.
+
+A line `<!-- site: NAME -->` in a page is replaced by what NAME makes: `cli`, `configuration`,
+`changelog`, `api`. The addresses of former pages lead to their successors (REDIRECTS).
 """
 
 from __future__ import annotations
 
+import argparse
+import html
+import json
+import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,35 +20,148 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+KINDS = ("tutorials", "how-to", "concepts", "reference")
 PAGES = (
     "*.md",
-    "docs/*.md",
-    "docs/concepts/*.md",
+    *(f"docs/{kind}/*.md" for kind in KINDS),
     "docs/results/*.md",
     "*/README.md",
     "*/*/README.md",
 )
-LEFT_OUT = ("tests", "node_modules")  # and whatever begins with a dot
+LEFT_OUT = ("tests", "node_modules")  # and names that begin with a dot
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+REFERENCE = re.compile(r"^\[[\w -]+\]: (\S+)$", re.MULTILINE)  # `[name]: path`
+MARKER = re.compile(r"^<!-- site: (\w+) -->$", re.MULTILINE)
+COLUMNS = "96"  # of the commands' help
+
+# former page -> {anchor: the section that has its content now}; "" is the page as a whole
+REDIRECTS: dict[str, dict[str, str]] = {
+    "docs/architecture": {
+        "": "docs/concepts/architecture.md",
+        "the-house": "docs/concepts/architecture.md#packages",
+        "one-sample": "docs/concepts/one-sample.md",
+        "promises": "docs/concepts/promises.md",
+        "adding": "docs/concepts/architecture.md#where-to-add",
+    },
+    "docs/viewer": {
+        "": "docs/reference/viewer.md",
+        "pages": "docs/reference/viewer.md#pages",
+        "take-away": "docs/reference/viewer.md#export-episodes",
+        "the-index": "docs/reference/viewer-index.md#the-index",
+        "who-may-look": "docs/reference/viewer-index.md#access",
+    },
+    "docs/reproduce": {
+        "": "docs/reference/reproduce.md",
+        "before": "docs/reference/reproduce.md#before-you-start",
+        **{
+            f"table-{anchor}": f"docs/reference/reproduce-tables.md#table-{anchor}"
+            for anchor in (
+                "1-webarena",
+                "2-deep-search-searchqa",
+                "3-textcraft",
+                "4-babyai",
+                "5-sciworld",
+            )
+        },
+        "figure-1-all-models": "docs/reference/reproduce-tables.md#figure-1-all-models",
+        **{
+            anchor: f"docs/reference/reproduce-figures.md#{anchor}"
+            for anchor in (
+                "table-6-grpo-and-reinforce",
+                "ppo-and-reinforce-with-a-growing-horizon",
+                "schedules-of-the-horizon",
+                "figures-6-and-7-reward-while-training",
+                "figures-8-and-9-more-turns-more-samples",
+            )
+        },
+        "the-same-claims-with-small-models": (
+            "docs/reference/reproduce.md#the-same-claims-with-small-models"
+        ),
+    },
+    "docs/adding": {
+        "": "docs/how-to/add-to-the-algorithms.md",
+        "an-advantage": "docs/how-to/add-an-advantage-or-loss.md#an-advantage",
+        "a-loss": "docs/how-to/add-an-advantage-or-loss.md#a-loss",
+        "a-training-loop": "docs/how-to/add-a-training-loop.md",
+        "an-environment": "docs/how-to/add-a-built-in-environment.md",
+        "a-step": "docs/how-to/add-to-the-pipeline.md#a-step",
+        "a-metric": "docs/how-to/add-to-the-pipeline.md#a-metric",
+    },
+    "docs/operations": {
+        "": "docs/how-to/nightly.md",
+        "a-nightly-run": "docs/how-to/nightly.md",
+        "where-the-time-goes": "docs/reference/metrics-time.md#where-the-time-goes",
+        "is-it-learning": "docs/how-to/debug-a-run-that-does-not-learn.md",
+        "evaluating-any-policy": "docs/how-to/evaluate-a-policy.md",
+        "which-policy-is-better": "docs/how-to/compare-two-policies.md",
+        "tables-whose-columns-are-environments": "docs/how-to/compare-in-several-environments.md",
+        "which-model-is-champion": "docs/how-to/promote-and-roll-back.md",
+        "the-pages-of-mlflow": "docs/reference/mlflow-pages.md",
+        "loading-playing-and-serving-a-model": "docs/how-to/export-and-serve.md",
+        "state": "docs/reference/state-folder.md",
+        "fleets-on-kubernetes": "docs/how-to/kubernetes.md",
+        "backup": "docs/how-to/backup-and-upgrade.md#backup",
+        "restore": "docs/how-to/backup-and-upgrade.md#restore",
+        "upgrade": "docs/how-to/backup-and-upgrade.md#upgrade",
+        "how-weights-reach-the-engines": "docs/concepts/where-weights-go.md",
+        "one-engine-for-a-run": "docs/concepts/one-engine-for-a-run.md",
+        "rollouts-ahead-of-the-updates": "docs/concepts/rollouts-ahead.md",
+        "memory-and-speed-of-an-update": "docs/how-to/memory-and-speed.md",
+        "what-a-rank-holds": "docs/reference/memory-per-rank.md",
+        "adapters": "docs/how-to/train-an-adapter.md",
+        "on-a-gpu": "docs/how-to/gpu-first-hour.md",
+        "alarms": "docs/reference/errors.md",
+        "exit-code-2": "docs/reference/errors-configuration.md",
+        "exit-code-3": "docs/reference/errors-evaluations.md",
+        "exit-code-1-the-store": "docs/reference/errors-store.md",
+        "exit-code-1-environments-and-episodes": "docs/reference/errors-environments.md",
+        "exit-code-1-learning": "docs/reference/errors-learning.md",
+        "exit-code-1-mlflow-ray-dvc": "docs/reference/errors-services.md",
+        "what-an-environment-server-answers": "docs/reference/errors-environment-server.md",
+        "services": "docs/reference/errors-services.md",
+        "who-may-reach-what": "docs/reference/listening-addresses.md",
+    },
+}
+REDIRECT = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Moved</title>
+<link rel="canonical" href="{target}"><meta name="robots" content="noindex">
+<script>location.replace(({anchors})[location.hash.slice(1)] || "{target}")</script>
+<noscript><meta http-equiv="refresh" content="0; url={target}"></noscript>
+</head><body>This page moved to <a href="{target}">{target}</a>.</body></html>
+"""
 
 
 def on_config(config: Any) -> Any:
-    """Results, environments and the reference follow what mkdocs.yml names."""
-    named = {name for entry in config.nav for name in entry.values()}
+    """Complete the navigation: pages that mkdocs.yml does not name, results and the API.
+
+    The links to edit a page need the address of the repository, in REPOSITORY_URL.
+    """
+    named = set(_named(config.nav))
     rest = [path for path in pages() if path not in named]
+    for entry in config.nav:
+        for title, entries in entry.items():
+            folder = f"docs/{title.lower().replace(' ', '-')}/"
+            if isinstance(entries, list):
+                entries += [path for path in rest if path.startswith(folder)]
+    rest = [path for path in rest if path not in set(_named(config.nav))]
     results = [path for path in rest if path.startswith("docs/results/")]
     others = [path for path in rest if path not in results] + [_index(path) for path in folders()]
-    reference = [{_title(page): page} for page in rooms()]
-    config.nav = [*config.nav, {"Results": results}, {"More": others}, {"Reference": reference}]
+    api = [{_title(page): page} for page in rooms()]
+    config.nav = [*config.nav, {"API": api}, {"Results": results}, {"More": others}]
+    if address := os.environ.get("REPOSITORY_URL"):
+        config.repo_url, config.repo_name = address, "Repository"
+        config.edit_uri = "edit/main/"
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Instead of what lies in `docs_dir`, the repository's files at their paths in it."""
+    """Replace the files of `docs_dir` by the repository's files at their paths in it."""
     for file in [each for each in files if each.src_dir == config.docs_dir]:
         files.remove(file)
     for path in [*pages(), "docs/site.css", *linked()]:
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+        file = File.generated(config, path, abs_src_path=str(ROOT / path))
+        file.edit_uri = path if path.endswith(".md") else None
+        files.append(file)
     for path in folders():
         listed = sorted(each.name for each in (ROOT / path).iterdir() if each.is_file())
         text = "\n".join([f"# {path}", "", *(f"- [{name}]({name})" for name in listed)])
@@ -51,7 +172,7 @@ def on_files(files: Files, config: Any) -> Files:
                 files.append(File.generated(config, f"{path}/{name}", abs_src_path=source))
     for path, modules in rooms().items():
         title = _title(path)
-        # the room's own words come first, under the page's title
+        # the package's own docstring comes first, under the page's title
         first = (
             f"::: {title}\n    options: {{heading_level: 1}}" if title in modules else f"# {title}"
         )
@@ -61,8 +182,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """A link to a folder leads to its list of files."""
+    """Fill the markers, and let a link to a folder lead to its list of files."""
     here = Path(page.file.src_uri).parent
+    markdown = MARKER.sub(lambda found: MAKERS[found[1]](), markdown)
 
     def to_index(found: re.Match[str]) -> str:
         target = (ROOT / here / found[1]).resolve()
@@ -76,6 +198,94 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     return LINK.sub(to_index, markdown)
 
 
+def on_post_build(config: Any) -> None:
+    """Write a page at each former address that leads to its successor, anchors included."""
+    for former, anchors in REDIRECTS.items():
+        folder = Path(config.site_dir) / former
+        folder.mkdir(parents=True, exist_ok=True)
+        up = "../" * len(Path(former).parts)
+        to = {anchor: up + _address(target) for anchor, target in anchors.items()}
+        target = html.escape(to.pop(""))
+        text = REDIRECT.format(target=target, anchors=json.dumps(to))
+        (folder / "index.html").write_text(text, encoding="utf-8")
+
+
+def cli() -> str:
+    """Help of every command of `agentgym`, as its parser prints it."""
+    _own_sources()
+    from agentgym.cli import _parser
+
+    os.environ["COLUMNS"] = COLUMNS
+    return "\n".join(_helps(_parser(), 3))
+
+
+def configuration() -> str:
+    """Every setting with its default and meaning, a table for each section."""
+    _own_sources()
+    from agentgym.commands.machine import _meaning
+    from agentgym.config import RunConfig, settings
+
+    lines: list[str] = []
+    section = None
+    for row in settings(RunConfig()):
+        if row.section != section:
+            section = row.section
+            lines += ["", f"### {section or 'At the top'}", ""]
+            lines += ["| | setting | default | meaning |", "|---|---|---|---|"]
+        mark = "\\*" if row.changes_results else ""
+        default = json.dumps(row.default).replace("|", "\\|")
+        meaning = html.escape(_meaning(row), quote=False).replace("|", "\\|")
+        lines.append(f"| {mark} | `{row.name}` | `{default}` | {meaning} |")
+    return "\n".join(lines)
+
+
+def changelog() -> str:
+    """Return the entries of CHANGELOG.md, with links relative to `docs/reference`."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("\n")[2]
+    return LINK.sub(
+        lambda found: found[0] if "://" in found[1] else found[0].replace("](", "](../../", 1), text
+    )
+
+
+def api() -> str:
+    """List of the pages of the API."""
+    return "\n".join(f"- [{_title(page)}](../../{page})" for page in rooms())
+
+
+MAKERS = {"cli": cli, "configuration": configuration, "changelog": changelog, "api": api}
+
+
+def _helps(parser: argparse.ArgumentParser, level: int) -> Iterator[str]:
+    for action in parser._actions:
+        if not isinstance(action, argparse._SubParsersAction):
+            continue
+        for command in dict.fromkeys(action.choices.values()):
+            yield f"{'#' * level} {command.prog}\n\n```text\n{command.format_help()}```\n"
+            yield from _helps(command, min(level + 1, 4))
+
+
+def _own_sources() -> None:
+    """Import `agentgym` from this checkout."""
+    if str(ROOT) not in sys.path:
+        sys.path.insert(0, str(ROOT))
+
+
+def _named(nav: Iterable[Any]) -> Iterator[str]:
+    """Paths that the navigation names, at any depth."""
+    for entry in nav:
+        if isinstance(entry, str):
+            yield entry
+            continue
+        for value in entry.values():
+            yield from [value] if isinstance(value, str) else _named(value)
+
+
+def _address(target: str) -> str:
+    """Address in the site of `page.md#anchor`."""
+    path, _, anchor = target.partition("#")
+    return path.removesuffix(".md") + "/" + (f"#{anchor}" if anchor else "")
+
+
 def pages() -> list[str]:
     """Paths of the documents, in order."""
     found = {path for pattern in PAGES for path in ROOT.glob(pattern)}
@@ -84,7 +294,7 @@ def pages() -> list[str]:
 
 
 def linked() -> list[str]:
-    """Files that documents link to and that are none: data, sources, pictures."""
+    """Files that documents link to and that are no documents: data, sources, pictures."""
     return sorted({path for path in _targets() if (ROOT / path).is_file()} - set(pages()))
 
 
@@ -94,8 +304,8 @@ def folders() -> list[str]:
 
 
 def rooms() -> dict[str, list[str]]:
-    """Page of the reference -> the modules on it: one for each room, one for what lies beside the
-    rooms, one for the environments' contract.
+    """Page of the API -> the modules on it: a page for each package of agentgym, one for its
+    loose modules, one for the environments' contract.
     """
     found: dict[str, list[str]] = {"reference/agentgym.md": [], "reference/envs.md": []}
     for path in sorted((ROOT / "agentgym").glob("*")):
@@ -122,7 +332,8 @@ def _index(folder: str) -> str:
 def _targets() -> Iterator[str]:
     """Paths in the repository that documents link to."""
     for page in pages():
-        for target in LINK.findall((ROOT / page).read_text(encoding="utf-8")):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for target in [*LINK.findall(text), *REFERENCE.findall(text)]:
             path = (ROOT / page).parent.joinpath(target).resolve()
             if "://" not in target and path.is_relative_to(ROOT) and path.exists():
                 yield str(path.relative_to(ROOT))

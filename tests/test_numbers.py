@@ -6,7 +6,6 @@ numbers from the result file that must appear there, in this order. The words be
 A number of the README that no row covers and FACTS does not list has no source.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -15,9 +14,18 @@ import pytest
 
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.config import load_config
+from tests.published import (
+    choosing_seeds,
+    equal_cpu,
+    long_against_sft,
+    p_value,
+    percent,
+    result,
+    signed,
+    unlock,
+)
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs/results"
 README = (ROOT / "README.md").read_text()
 WORDS = (
     "two three four five six seven eight nine ten eleven twelve fifteen sixteen twenty thirty forty"
@@ -29,45 +37,23 @@ NUMBER = re.compile(
 
 # not results: properties of the code, its requirements and its sources
 FACTS = (
-    # model names, and a definition: tests/agentgym/models/test_chat.py, test_losses.py
-    "Llama 3 and 3.1",
-    "Mistral 7B (v0.1, v0.3)",
-    "Gemma 2 and 3, Granite 3, OLMo 2 and Falcon 3",
-    "Llama 2's",
-    "with Gemma 2 and Mistral v0.3",
-    "(OLMo 2, Falcon 3, Mistral v0.1)",
-    "clamped to +-10 for each token",
     "0.25 M-parameter",  # checked below
     "300 demonstrations",
     "at most 6, 9 and 12 turns",
-    "at most 6 turns",
     "512 test items, 12 turns, greedy and 4 samples at temperature 1; 95% intervals",
     "Python 3.11 or 3.12",
-    "thirteen recipes from PPO to DPO",
-    "one machine or a Ray cluster",
-    "thirty science tasks",
-    "AgentGym's 40 levels",
-    "as published: five environments",  # test_profiles.py
-    "the exit code is 3",
-    "two writers fence each other",
-    "learns TextCraft on two CPU cores: SmolLM2-135M-Instruct",
-    "the same for one GPU: SmolLM2 (135M, 360M) and Qwen2.5 (0.5B, 1.5B, 3B and 7B)",
-    "probability (1 - f)^n",
-    "that two equal runs share",
-    "better of two episodes",
+    "## Two commands",
+    "## Four doors",
+    "## Three pages",
+    "one machine, Ray",
+    "never a reward of 0",
+    "with 95 % intervals",
+    "No model of 3 or 7 billion parameters",
+    "for example Qwen3.5",
     "agentgym-babyai version 1",
     "moves to version 1",
-    "CC-BY-NC-4.0",
     "Apache-2.0",
 )
-
-
-def result(name):
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def percent(share, digits=0):
-    return f"{100 * share:.{digits}f}"
 
 
 def pipeline_rows():
@@ -166,43 +152,6 @@ def losses():
     return [start, *ends, str(seeds)]
 
 
-def unlock():
-    """Numbers of the locked door: starts and ends, the two contrasts and their cost."""
-    found = result("unlock")
-    rows = {row["name"].removesuffix(", locked door"): row for row in found["rows"]}
-    growing, short, long, sft = (
-        rows[name] for name in ("grpo ScalingInter", "grpo short", "grpo long", "sft")
-    )
-    apart = {
-        pair["b"]: {
-            key: (f"{100 * value:+.1f}" if isinstance(value, float) else value)
-            for key, value in pair["difference"]["avg_at_4"].items()
-        }
-        for pair in found["contrasts"]
-        if pair["a"] == growing["name"]
-    }
-    cpu = {row["name"]: sum(row["cost"]["cpu_s"]) for row in (growing, long, sft)}
-    success = {name: row["success"]["avg_at_4"]["mean"] for name, row in rows.items()}
-    (items,) = {row["evaluation"]["num_items"] for row in rows.values()}
-    per_seed = next(p for p in found["contrasts"] if p["b"] == sft["name"])["difference"]
-    seeds = str(len(growing["seeds"]))
-    return [
-        str(load_config(ROOT / "profiles/babyai-unlock-cpu.yaml").warm_start.num_demos),
-        percent(growing["start"]["avg_at_4"]["mean"]),
-        percent(success["grpo ScalingInter"]),
-        f"{cpu[sft['name']] / cpu[growing['name']]:.2f}",
-        percent(success["sft"]),
-        *(apart[sft["name"]][key] for key in ("mean", "low", "high")),
-        seeds,
-        f"{100 * min(per_seed['avg_at_4']['per_seed']):+.1f}",
-        *(apart[short["name"]][key] for key in ("mean", "low", "high")),
-        seeds,
-        *(apart[long["name"]][key] for key in ("low", "high")),
-        f"{cpu[growing['name']] / cpu[long['name']]:.2f}",
-        str(items),
-    ]
-
-
 def machine(name):
     found = result(name)["machine"]
     return [str(found["cores"]), *found["cpu"]]
@@ -219,7 +168,7 @@ def engines():
     found = result("engines")
     assert found["verdict"]["ok"]
     ended = [*found["verdict"]["vllm"], *found["verdict"]["torch"]]
-    return ["three", *map(str, ended), str(found["throughput"]["vllm_over_torch"])]
+    return ["Three", *map(str, ended), str(found["throughput"]["vllm_over_torch"])]
 
 
 def real_model():
@@ -314,6 +263,14 @@ def packed():
     ]
 
 
+def packed_by_micro_batch():
+    environments = result("packed")["environments"]
+    return [
+        f"{environments[env]['tokens_ratio_by_micro_batch']:.2f}"
+        for env in ("sciworld", "webarena")
+    ]
+
+
 def line(start):
     """Pattern of the line that begins with `start`."""
     return rf"^{start}\b.*$"
@@ -324,6 +281,11 @@ def paragraph(link):
     return rf"(?:^.+\n)*^.*{re.escape(f'results/{link}')}.*\n(?:^.+\n)*"
 
 
+def section(heading):
+    """Pattern of the section below a heading of the second level."""
+    return rf"^## {heading}\n(?:(?!## ).*\n)*"
+
+
 # page -> (pattern of a part, the numbers that must appear there in this order)
 PAGES = {
     "README.md": [
@@ -331,26 +293,56 @@ PAGES = {
         *pipeline_rows(),
         (line("time"), times()),
         (line("pace"), pace()),
+        (line("Run it again"), [str(math.ceil(max(runs("again_s"))))]),
+        (line(r"\| \[a real"), [*real_model()[2:4], real_model()[0]]),
+        (line(r"\| \[default run"), ["ten", *drift()[1:3]]),
+        (
+            line(r"\| \[long horizon"),
+            [
+                *signed(*long_against_sft()["avg_at_4"][:3]),
+                p_value(long_against_sft()["avg_at_4"][3]),
+            ],
+        ),
+        (
+            line(r"\| the same, greedy"),
+            signed(*(long_against_sft()[each][0] for each in ("greedy", "pass_at_4"))),
+        ),
+        (line(r"\| \[packing"), packed_by_micro_batch()),
+        (line(r"\| \[random kills"), [faults()[0], faults()[2]]),
+        (
+            r"^Success is sampled(?:.+\n)+",
+            [str(len(result("unlock")["rows"][0]["seeds"])), *choosing_seeds()],
+        ),
+    ],
+    "docs/reference/results.md": [
         (paragraph("pipeline.json"), [{3: "Three"}[len(runs("seed"))]]),
         (paragraph("drift.json"), drift()),
-        (line("Run it again"), [str(math.ceil(max(runs("again_s"))))]),
         (
-            paragraph("learn.md"),
-            [*rl_success(), worst_of_the_chosen(), *supervised(), *dpo(), *below_grpo()],
+            section("Recipes on the default task"),
+            [
+                *losses(),
+                *rl_success(),
+                worst_of_the_chosen(),
+                *supervised(),
+                *dpo(),
+                *below_grpo(),
+            ],
         ),
-        (paragraph("unlock.md"), unlock()),
-        (paragraph("losses.md"), losses()),
+        (section("Behind a locked door"), [*unlock(), *equal_cpu(), *choosing_seeds()]),
+        (paragraph("packed.json"), packed_by_micro_batch()),
         (paragraph("engines.json"), engines()),
         (paragraph("real-model.md"), real_model()),
         (paragraph("faults.md"), faults()),
     ],
-    "docs/operations.md": [
-        (paragraph("checkpoints.json"), checkpoints()),
+    "docs/concepts/what-a-run-keeps.md": [(paragraph("checkpoints.json"), checkpoints())],
+    "docs/concepts/paired-comparison.md": [
         (paragraph("decisions.json"), decisions()),
         *((line(rf"\| {row[0]} x {row[1]}"), row) for row in powers()),
-        (paragraph("gate.json"), gate()),
-        (paragraph("lora.json"), lora()),
-        (paragraph("fleets.json"), fleets()),
+    ],
+    "docs/concepts/gate.md": [(paragraph("gate.json"), gate())],
+    "docs/how-to/train-an-adapter.md": [(paragraph("lora.json"), lora())],
+    "docs/how-to/kubernetes.md": [(paragraph("fleets.json"), fleets())],
+    "docs/how-to/memory-and-speed.md": [
         (paragraph("rival.json"), [str(result("rival")["ratio"])]),
         (paragraph("packed.json"), packed()),
     ],

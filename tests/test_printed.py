@@ -17,7 +17,13 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = r"(?:agentgym|make|python -m|dvc|prefect) [^`]+"
 PAGES = sorted(
     path
-    for pattern in ("README.md", "docs/*.md", "envs/*/README.md", "k8s/*.md", "sites/**/*.md")
+    for pattern in (
+        "README.md",
+        *(f"docs/{kind}/*.md" for kind in ("tutorials", "how-to", "concepts", "reference")),
+        "envs/*/README.md",
+        "k8s/*.md",
+        "sites/**/*.md",
+    )
     for path in ROOT.glob(pattern)
 )
 
@@ -63,7 +69,7 @@ def named():
             for line in block.replace("\\\n", " ").splitlines()
         ]
         for command in [*lines, *re.findall(r"`([^`\n]+)`", text)]:
-            command = re.split(r"  #| [|>&]|;|\)", command)[0].strip()
+            command = " ".join(re.split(r"  #| [|>&]|;|\)", command)[0].split())
             if re.fullmatch(PROGRAM, command):
                 found.setdefault(command, path.relative_to(ROOT))
     return found

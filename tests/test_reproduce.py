@@ -1,5 +1,5 @@
-"""docs/reproduce.md: our numbers equal the result files, the published tables agree with their
-totals, every command's arguments are valid, and every named file exists.
+"""docs/reference/reproduce*.md: our numbers equal the result files, the published tables agree
+with their totals, every command's arguments are valid, and every named file exists.
 """
 
 import json
@@ -17,7 +17,10 @@ from agentgym.evaluation.protocol import load_protocol
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs/results"
-PAGE = (ROOT / "docs/reproduce.md").read_text()
+PAGE = "\n".join(
+    (ROOT / f"docs/reference/{name}.md").read_text()
+    for name in ("reproduce", "reproduce-tables", "reproduce-figures")
+)
 NOT_RUN = "not run"
 
 
@@ -44,7 +47,7 @@ def commands():
     typed = [
         line
         for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
-        for line in block.splitlines()
+        for line in block.replace("\\\n", " ").splitlines()
     ]
     named = re.findall(r"`((?:agentgym|python) [^`]+)`", PAGE)
     return list(dict.fromkeys([*typed, *named]))
@@ -68,20 +71,20 @@ def of_ours():
             "reinforce++ long",
         ),
         "ScalingInter over a long fixed horizon, GRPO": (learn, "grpo ScalingInter", "grpo long"),
-        "ScalingInter over a short fixed horizon, GRPO, behind a locked door": (
+        "ScalingInter over a short fixed horizon, GRPO, locked door": (
             unlock,
             "grpo ScalingInter, locked door",
             "grpo short, locked door",
         ),
-        "ScalingInter over a long fixed horizon, GRPO, behind a locked door": (
+        "ScalingInter over a long fixed horizon, GRPO, locked door": (
             unlock,
             "grpo ScalingInter, locked door",
             "grpo long, locked door",
         ),
     }
     found = {label: difference(*pair) for label, pair in pairs.items()}
-    found["BabyAI, two levels, avg@4"] = course("pipeline", "stage-3")
-    found["TextCraft, depth 1, avg@4"] = course("textcraft", "stage-2")
+    found["BabyAI, two levels"] = course("pipeline", "stage-3")
+    found["TextCraft, depth 1"] = course("textcraft", "stage-2")
     return found
 
 

@@ -1,10 +1,13 @@
-"""The documents as a site: every link has a target, pages load no resource from a network, and the
-reference contains every documented public function.
+"""The documents as a site: every link has a target, pages load no resource from a network, the
+reference contains every documented public function, setting and command, and the addresses of
+former pages lead to their successors.
 """
 
 import ast
+import html
 import os
 import re
+import runpy
 import shutil
 import sys
 from html.parser import HTMLParser
@@ -13,11 +16,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from agentgym.cli import _parser
+from agentgym.config import RunConfig, settings
 from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[1]
+SITE = runpy.run_path(str(ROOT / "docs/site.py"))
+KINDS, REDIRECTS = SITE["KINDS"], SITE["REDIRECTS"]
 # tag -> the attribute whose URL a page loads
 LOADS = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 
@@ -95,16 +102,58 @@ def test_every_public_function_that_says_what_it_does_is_in_the_reference(site):
 
 def test_the_documents_themselves_are_pages_with_their_headings(site):
     home = Page(site / "index.html")
-    assert {"step-by-step", "layout"} <= home.ids
+    assert {"two-commands", "results"} <= home.ids
     for path, heading in {
-        "docs/architecture": "promises",
-        "docs/adding": "a-training-loop",
-        "docs/operations": "restore",
+        "docs/tutorials/first-run": "",
+        "docs/how-to/run-step-by-step": "change-parameters",
+        "docs/concepts/architecture": "packages",
+        "docs/reference/wire": "errors",
         "SECURITY": "ray",
         "docs/results/learn": "",
     }.items():
         page = Page(site / path / "index.html")
         assert not heading or heading in page.ids
+
+
+def test_a_page_of_the_four_kinds_fits_a_screen_or_three():
+    pages = [ROOT / "README.md", *(p for kind in KINDS for p in (ROOT / "docs" / kind).glob("*"))]
+    assert len(pages) > 50
+    assert {path.suffix for path in pages} <= {".md", ".png", ".svg"}
+    for path in pages:
+        if path.suffix == ".md":
+            lines = path.read_text(encoding="utf-8").splitlines()
+            assert len(lines) <= 150, path
+            assert [line for line in lines if len(line) > 100] == [], path
+    assert sorted(path.name for path in (ROOT / "docs").glob("*.md")) == []
+
+
+def test_every_command_and_setting_is_in_the_reference(site):
+    def text(page):
+        return html.unescape((site / "docs/reference" / page / "index.html").read_text())
+
+    commands = _parser()._subparsers._group_actions[0].choices
+    assert len(commands) > 15
+    assert [name for name in commands if f"usage: agentgym {name}" not in text("cli")] == []
+    names = {row.name for row in settings(RunConfig())}
+    assert len(names) > 100
+    configuration = text("configuration")
+    assert [name for name in sorted(names) if f"<code>{name}</code>" not in configuration] == []
+    assert "0.1.0" in text("changelog")
+
+
+def test_the_addresses_of_former_pages_lead_to_existing_sections(site):
+    assert sorted(REDIRECTS) == [
+        f"docs/{name}" for name in ("adding", "architecture", "operations", "reproduce", "viewer")
+    ]
+    for former, anchors in REDIRECTS.items():
+        written = (site / former / "index.html").read_text()
+        for anchor, target in anchors.items():
+            path, _, section = target.partition("#")
+            page = site / path.removesuffix(".md") / "index.html"
+            assert page.is_file(), target
+            assert not section or section in Page(page).ids, target
+            assert f'"{anchor}": "../../{path.removesuffix(".md")}/' in written or not anchor
+        assert f"url=../../{anchors[''].removesuffix('.md')}/" in written
 
 
 def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
@@ -117,8 +166,12 @@ def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
     settings["plugins"] = []
     settings["nav"].append({"New": "NEW.md"})
     (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(settings))
-    (tmp_path / "NEW.md").write_text("# New\n\n[a](docs/nowhere.md) [b](docs/adding.md#nowhere)\n")
+    (tmp_path / "NEW.md").write_text(
+        "# New\n\n[a](docs/nowhere.md) [b](docs/concepts/gate.md#nowhere)\n"
+    )
     code, said = build(tmp_path, tmp_path / "site")
     assert code == 1
     assert "contains a link 'docs/nowhere.md', but the target is not found" in said
-    assert re.search(r"contains a link 'docs/adding.md#nowhere', but the .* does not contain", said)
+    assert re.search(
+        r"contains a link 'docs/concepts/gate.md#nowhere', but the .* does not contain", said
+    )

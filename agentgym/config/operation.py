@@ -274,7 +274,7 @@ class KubeRayConfig(Section):
 
 
 class GateConfig(Section):
-    """The rules of a promotion: see docs/operations.md. Success is a share of the episodes."""
+    """The rules of a promotion: see docs/concepts/gate.md. Success is a share of the episodes."""
 
     protocol: str = setting(
         "",
@@ -335,7 +335,7 @@ def _action(trouble: str) -> Any:
 
 
 class AlarmsConfig(Section):
-    """The action of each alarm and the limit of its measure: see docs/operations.md."""
+    """The action of each alarm and the limit of its measure: see docs/reference/alarms.md."""
 
     entropy: Action = _action("entropy collapse")
     min_entropy: NonNegativeFloat = operational(0.02, "nats per action token")

@@ -26,7 +26,7 @@ OF_GROUPS = 0.6  # share of groups whose rewards differ
 PROCESS = 900 << 20  # bytes of a process that has imported torch, transformers and MLflow
 ADAM, MASTER, GRADIENT = 8, 4, 4  # bytes of a trained parameter
 # Bytes of activations a token and a layer, as multiples of hidden and MLP size: measured with 7
-# billion parameters, see docs/operations.md.
+# billion parameters, see docs/reference/memory-per-rank.md.
 OF_HIDDEN, OF_MLP = 10, 4
 # A CPU: seconds of environment and client per turn; fixed seconds per pipeline step
 TURN_S, STEP_S = 0.001, 3.0
@@ -34,7 +34,7 @@ THREAD_GAIN = 0.7  # speed that each thread after the first adds
 TRAIN_SHARE = 0.7  # of the matrix speed, in a forward and backward pass
 HALF_BATCH = 48  # episodes in flight at which decoding has half the speed of a long forward
 LOAD_FLOP = 3_000  # per parameter, to load and check a pretrained model
-# A GPU, as measured on an H200 (docs/operations.md): shares of its peak and bytes a second
+# A GPU, as measured on an H200: shares of its peak and bytes a second
 GPU_TRAIN_SHARE, GPU_READ_SHARE = 0.2, 0.3
 GPU_BANDWIDTH, GPU_DECODE_S, GPU_SAMPLING_SHARE = 3.3e12, 0.005, 0.4
 GPU_STEP_S = 75.0  # start of an engine

@@ -1,4 +1,4 @@
-"""The guides of docs/adding.md, followed word by word on a copy of the sources."""
+"""The guides of docs/how-to/add-*.md, followed word by word on a copy of the sources."""
 
 import json
 import os
@@ -21,16 +21,35 @@ from agentgym.tracking.points import decode_points
 pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
-GUIDES = dict(
-    re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/adding.md").read_text(), re.S | re.M)
-)
-# an instruction: a sentence with the position, then the block to insert
+PAGES = ROOT / "docs/how-to"
+
+
+def section(page, heading):
+    """Return the text of a page's section; the whole page without a heading."""
+    text = (PAGES / page).read_text()
+    if not heading:
+        return text
+    return re.search(rf"^## {heading}\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)[1]
+
+
+GUIDES = {
+    "An advantage": section("add-an-advantage-or-loss.md", "An advantage"),
+    "A loss": section("add-an-advantage-or-loss.md", "A loss"),
+    "A training loop": section("add-a-training-loop.md", ""),
+    "An environment": section("add-a-built-in-environment.md", ""),
+    "A step": section("add-to-the-pipeline.md", "A step"),
+    "A metric": section("add-to-the-pipeline.md", "A metric"),
+}
+# an instruction: a paragraph with the position, then the block to insert
 BLOCK = re.compile(
-    r"(?P<where>[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"(?P<where>(?:^[^\n`][^\n]*\n)*^[^\n]*:)\n\n```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
+FENCE = re.compile(r"^```\w+$", re.MULTILINE)
 PLACE = re.compile(
-    r"(?:^|\. )(?:New file `(?P<new>[^`]+)`|In `(?P<file>[^`]+)`,"
-    r" (?:(?P<how>before|after|in place of) the line `(?P<line>.+)`|at its end)):$"
+    r"^(?:New file `(?P<new>[^`]+)`|In `(?P<file>[^`]+)`,"
+    r" (?:(?P<how>before|after|in place of) the line (?P<begins>that begins with )?`(?P<line>.+)`"
+    r"|at its end)):$"
 )
 COPIED = (
     "agentgym",
@@ -55,11 +74,11 @@ import ast, contextlib, io, json, sys
 from agentgym.cli import main
 printed = []
 for words in ast.literal_eval(sys.argv[1]):
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         code = main(words)
-    printed.append(said.getvalue())
+    printed.append(output.getvalue())
     if code:
-        sys.exit(f"{words}: {code}: {said.getvalue()}")
+        sys.exit(f"{words}: {code}: {output.getvalue()}")
 print(json.dumps(printed))
 """
 
@@ -78,8 +97,8 @@ class Copy:
             if block["language"] == "sh":
                 self.commands += block["text"].splitlines()
                 continue
-            place = PLACE.search(block["where"])
-            assert place, f"{guide}: this says not where its block goes: {block['where']}"
+            place = place_of(block)
+            assert place, f"{guide}: no position for a block in: {block['where']}"
             path = self.folder / (place["new"] or place["file"])
             if place["new"]:
                 assert not path.exists()
@@ -124,10 +143,10 @@ class Copy:
         Commands of `agentgym` share one process, which pays for its imports once.
         """
         others = [line for line in self.commands if not line.startswith("agentgym ")]
-        said = {line: self.run(line) for line in others}
+        outputs = {line: self.run(line) for line in others}
         ours = [shlex.split(line)[1:] for line in self.commands if line not in others]
         printed = iter(json.loads(self.ended(["python", "-c", MAIN, repr(ours)])))
-        return [said[line] if line in said else next(printed) for line in self.commands]
+        return [outputs[line] if line in outputs else next(printed) for line in self.commands]
 
     def points(self, step="stage-1", **algorithm):
         """Return the metrics of a step's commits under these settings, in order."""
@@ -144,11 +163,17 @@ class Copy:
         ]
 
 
+def place_of(block):
+    """Return the match of PLACE in a block's paragraph, None if it names no position."""
+    return PLACE.search(" ".join(block["where"].split()))
+
+
 def inserted(text, place, block):
     if place["how"] is None:
         return f"{text}\n\n{block}"
     lines = text.splitlines(keepends=True)
-    (at,) = (number for number, line in enumerate(lines) if line.strip() == place["line"])
+    is_named = str.startswith if place["begins"] else str.__eq__
+    (at,) = (at for at, line in enumerate(lines) if is_named(line.strip(), place["line"]))
     first, last = {"before": (at, at), "after": (at + 1, at + 1), "in place of": (at, at + 1)}[
         place["how"]
     ]
@@ -188,7 +213,7 @@ def followed(make_copy, tmp_path_factory):
     """A copy that follows these guides, and the outputs of their commands by guide.
     Together they train in one process from one warm start.
     """
-    copy, said = make_copy(tmp_path_factory.mktemp("followed") / "project"), {}
+    copy, outputs = make_copy(tmp_path_factory.mktemp("followed") / "project"), {}
     lines = {}
     for guide in TRAINING:
         copy.commands = []
@@ -196,8 +221,8 @@ def followed(make_copy, tmp_path_factory):
     copy.commands = [line for guide in TRAINING for line in lines[guide]]
     printed = iter(copy.run_all())
     for guide in TRAINING:
-        said[guide] = {" ".join(line.split()[:2]): next(printed) for line in lines[guide]}
-    return copy, said
+        outputs[guide] = {" ".join(line.split()[:2]): next(printed) for line in lines[guide]}
+    return copy, outputs
 
 
 @pytest.mark.parametrize(
@@ -234,33 +259,33 @@ def test_a_guide_alone_touches_these_files_and_leaves_nothing_undefined(copy, gu
 
 
 def test_an_advantage_of_the_guide_trains(followed):
-    copy, said = followed
-    assert "1 passed" in said["An advantage"]["python -m"]
-    assert "stage-1: ran" in said["An advantage"]["agentgym step"]
+    copy, outputs = followed
+    assert "1 passed" in outputs["An advantage"]["python -m"]
+    assert "stage-1: ran" in outputs["An advantage"]["agentgym step"]
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in copy.points(recipe="max_rl"))
 
 
 def test_a_loss_of_the_guide_trains(followed):
-    copy, said = followed
-    assert "1 passed" in said["A loss"]["python -m"]
-    assert "stage-1: ran" in said["A loss"]["agentgym step"]
+    copy, outputs = followed
+    assert "1 passed" in outputs["A loss"]["python -m"]
+    assert "stage-1: ran" in outputs["A loss"]["agentgym step"]
     rows = copy.points(recipe="gmpo")
     assert any(row.get("actor/grad_norm", 0.0) > 0 and "actor/clip_frac" in row for row in rows)
 
 
 def test_a_training_loop_of_the_guide_trains_and_its_run_passes_the_audit(followed):
-    copy, said = followed
-    assert "stage-1: ran" in said["A training loop"]["agentgym step"]
-    assert "audit passed" in said["A training loop"]["agentgym audit"]
+    copy, outputs = followed
+    assert "stage-1: ran" in outputs["A training loop"]["agentgym step"]
+    assert "audit passed" in outputs["A training loop"]["agentgym audit"]
     rows = copy.points(recipe="raft")
     assert len(rows) == 2
     assert any(row["actor/num_kept"] > 0 and row["sft/grad_norm"] > 0 for row in rows)
 
 
 def test_a_step_of_the_guide_is_in_the_table_runs_once_and_is_in_dvc_yaml(followed):
-    copy, said = followed
-    assert re.search(r"run +unsolved +after evaluate-stage-1", said["A step"]["agentgym plan"])
-    assert "unsolved: ran" in said["A step"]["agentgym step"]
+    copy, outputs = followed
+    assert re.search(r"run +unsolved +after evaluate-stage-1", outputs["A step"]["agentgym plan"])
+    assert "unsolved: ran" in outputs["A step"]["agentgym step"]
     assert "python -m agentgym step unsolved" in (copy.folder / "dvc.yaml").read_text()
     (row,) = copy.points(step="unsolved")
     assert 0.0 <= row["unsolved/frac"] <= 1.0
@@ -268,8 +293,8 @@ def test_a_step_of_the_guide_is_in_the_table_runs_once_and_is_in_dvc_yaml(follow
 
 
 def test_a_metric_of_the_guide_arrives_in_the_points_of_the_step(followed):
-    copy, said = followed
-    assert "audit passed" in said["A metric"]["agentgym audit"]
+    copy, outputs = followed
+    assert "audit passed" in outputs["A metric"]["agentgym audit"]
     rows = copy.points(recipe="grpo")
     assert len(rows) == 2
     assert all(0.0 <= row["rollout/repeat_frac"] <= 1.0 for row in rows)
@@ -283,12 +308,12 @@ def test_an_environment_is_three_files_is_served_and_trained_on(copy, tiny_param
         "envs/hanoi/README.md",
         "envs/hanoi/__init__.py",
     }
-    said = dict(zip(copy.commands, copy.run_all(), strict=True))
-    (told,) = (text for line, text in said.items() if line.startswith("echo "))
-    first, last, beyond = json.loads(told)
+    outputs = dict(zip(copy.commands, copy.run_all(), strict=True))
+    (identities,) = (text for line, text in outputs.items() if line.startswith("echo "))
+    first, last, beyond = json.loads(identities)
     assert first != last
     assert beyond is None  # four discs have 80 tasks
-    assert any("stage-1: ran" in text for text in said.values())
+    assert any("stage-1: ran" in text for text in outputs.values())
     train, test = (
         [each["item_id"] for each in json.loads((copy.folder / "data" / name).read_text())]
         for name in (
@@ -342,19 +367,24 @@ def ask(url, **message):
         return json.load(r)
 
 
+@pytest.mark.parametrize("guide", GUIDES)
+def test_every_block_of_a_guide_is_followed(guide):
+    assert len(BLOCK.findall(GUIDES[guide])) == len(FENCE.findall(GUIDES[guide])) > 1
+
+
 def test_the_table_says_how_many_files_each_guide_touches(copy):
-    page = (ROOT / "docs/adding.md").read_text()
+    page = (PAGES / "add-to-the-algorithms.md").read_text()
     counts = {}
     for guide in GUIDES:
         before = copy.counted()
         copy.follow(guide)
         blocks = BLOCK.finditer(GUIDES[guide])
-        places = [PLACE.search(block["where"]) for block in blocks if block["language"] != "sh"]
+        places = [place_of(block) for block in blocks if block["language"] != "sh"]
         files = {place["new"] or place["file"] for place in places}
         counts[guide] = len([name for name in files if not name.startswith("tests/")])
         assert before <= copy.counted()
-    told = re.findall(r"^\| an? (?:built-in )?(.+?) \| (\d) \|", page, re.MULTILINE)
-    assert {name: int(count) for name, count in told} == {
+    counted = re.findall(r"^\| an? (?:built-in )?(.+?) \| (\d) \|", page, re.MULTILINE)
+    assert {name: int(count) for name, count in counted} == {
         guide.partition(" ")[2]: count for guide, count in counts.items()
     }
     assert counts["An advantage"] == counts["A loss"] == 2

@@ -1,4 +1,4 @@
-"""docs/operations.md: its commands work, and its quotations occur in the sources."""
+"""Pages about operating a run: commands work, quoted texts occur in the sources."""
 
 import ast
 import os
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentgym.config import AlarmsConfig, load_config
+from agentgym.config.algorithm import FAMILIES
 from agentgym.pipeline.table import finished, open_store, steps_of
 from agentgym.tracking.points import RULES
 from envs.refusals import STATUS
@@ -17,17 +18,41 @@ from envs.wire import ErrorKind
 from tests.completed import completed
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/operations.md").read_text()
-SECTIONS = dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##+ |\Z)", PAGE, re.S | re.M))
-ROOMS = ("agentgym", "envs", "services", "tasks", "flows")
+DOCS = ROOT / "docs"
+PACKAGES = ("agentgym", "envs", "services", "tasks", "flows")
 GAP = "…"
+NEVER_PRINTED = {
+    # caught and handled, or shown as a web page
+    *("AlreadyExists", "BadQuery", "ContextFull", "Gone", "IdentitiesUnknown", "IndexDamaged"),
+    *("Missing", "NotFound", "Retryable", "Stale", "Stopped"),
+}
+
+
+def page(name):
+    return (DOCS / name).read_text()
+
+
+def sections(name):
+    """Return {heading: text below it, up to the next heading} of a page."""
+    return dict(re.findall(r"^##+ (.+?)\n(.*?)(?=^##+ |\Z)", page(name), re.S | re.M))
+
+
+def error_pages():
+    names = [f"reference/{path.name}" for path in (DOCS / "reference").glob("errors-*.md")]
+    return sorted(set(names) - {"reference/errors-environment-server.md"})
+
+
+def quotes(section):
+    """Return the texts of the block quotes in a section, each one code span."""
+    found = re.findall(r"^> .*\n(?:^> .*\n)*", section, re.MULTILINE)
+    return [quoted(" ".join(re.sub(r"^> ", "", each, flags=re.M).split())) for each in found]
 
 
 @pytest.fixture(scope="module")
 def sources():
     """(texts of the sources, with a gap for inserted values; names of classes)."""
     texts, classes = set(), {"RuntimeError", "FloatingPointError"}
-    for path in (path for room in ROOMS for path in (ROOT / room).rglob("*.py")):
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.add(node.value)
@@ -46,59 +71,90 @@ def quoted(text):
     return found[1] or found[2]
 
 
-def is_said(text, sources):
+def is_in_sources(text, sources):
     """Return True if the sources contain the text; inserted values count as gaps."""
     return any(text in re.sub(r"%(?:\.\d+)?[a-z]", GAP, each) for each in sources[0])
 
 
 def rows(section, columns):
     found = re.findall(r"^\| " + r" \| ".join(["(.+?)"] * columns) + r" \|$", section, re.MULTILINE)
-    return [row for row in found if not row[0].startswith(("---", "class", "kind", "number"))]
+    return [row for row in found if not row[0].startswith(("---", "class", "kind", "metric"))]
 
 
-ALARMS = [
-    row[:2]
-    for title, section in SECTIONS.items()
-    if title.startswith("Exit code")
-    for row in rows(section, 3)
+ERRORS = [
+    (kind, text)
+    for name in error_pages()
+    for kind, section in sections(name).items()
+    if kind != "Services"
+    for text in quotes(section)
 ]
 
 
-@pytest.mark.parametrize(("kind", "text"), ALARMS, ids=[text[:40] for _, text in ALARMS])
-def test_an_alarm_is_one_the_sources_raise(kind, text, sources):
-    assert quoted(kind) in sources[1]
-    assert is_said(quoted(text), sources)
+@pytest.mark.parametrize(("kind", "text"), ERRORS, ids=[text[:40] for _, text in ERRORS])
+def test_an_error_is_one_the_sources_raise(kind, text, sources):
+    assert kind in sources[1]
+    assert is_in_sources(text, sources)
 
 
-def test_alarms_of_every_part_are_there_and_a_text_nobody_says_is_found(sources):
-    assert len(ALARMS) > 30
+def test_errors_of_every_part_are_documented_and_an_unknown_text_is_found(sources):
+    assert len(ERRORS) > 90
     assert {"LeaseHeld", "LedgerUnavailable", "RolloutError", "ConfigError", "StoreFull"} <= {
-        quoted(kind) for kind, _ in ALARMS
+        kind for kind, _ in ERRORS
     }
-    assert not is_said("… is held by …; please come back later", sources)
+    assert not is_in_sources("… is held by …; please come back later", sources)
 
 
-def test_what_plan_says_and_services_log_is_quoted_as_it_is(sources):
-    said = [quoted(row[0]) for row in rows(SECTIONS["Upgrade"], 2)[1:]]
-    assert len(said) == 8
-    for text in said:
-        assert is_said(text, sources), text
-    others = [quoted(found) for found in re.findall(r"`` .*? ``|`[^`]+`", SECTIONS["Services"])]
+def test_every_class_of_errors_has_a_section_and_is_in_the_index():
+    classes = set()
+    for path in (path for name in PACKAGES for path in (ROOT / name).rglob("*.py")):
+        if path.parts[len(ROOT.parts)] == "envs":
+            continue  # a server answers with a kind, see below
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            bases = [ast.unparse(base) for base in getattr(node, "bases", [])]
+            if any(re.search(r"(Error|Exception)$", base) for base in bases):
+                classes.add(node.name)
+    documented = {kind: name for name in error_pages() for kind in sections(name)}
+    assert classes - NEVER_PRINTED <= documented.keys()
+    assert not classes & NEVER_PRINTED & documented.keys()
+    index = rows(sections("reference/errors.md")["Classes"], 2)
+    linked = {}
+    for title, links in index:
+        kind = re.match(r"`(\w+)`", title)[1]
+        linked.setdefault(kind, []).extend(re.findall(r"\(([\w-]+\.md)#(\w+)\)", links))
+    expected = {}
+    for name in error_pages():
+        for kind in sections(name).keys() - {"Services"}:
+            expected.setdefault(kind, []).append((Path(name).name, kind.lower()))
+    assert {kind: sorted(links) for kind, links in linked.items()} == {
+        kind: sorted(links) for kind, links in expected.items()
+    }
+
+
+def test_texts_of_plan_and_services_are_quoted_as_they_are(sources):
+    upgrade = sections("how-to/backup-and-upgrade.md")
+    texts = [quoted(row[0]) for row in rows(upgrade["What plan prints"], 2)[1:]]
+    assert len(texts) == 8
+    more = re.findall(r"`(… is [a-z]+)`", upgrade["What plan prints"])
+    assert more == ["… is new", "… is gone"]
+    for text in (*texts, *more):
+        assert is_in_sources(text, sources), text
+    services = " ".join(sections("reference/errors-services.md")["Services"].split())
+    others = [quoted(found) for found in re.findall(r"`` .*? ``|`[^`]+`", services)]
     others = [text for text in others if GAP in text]
     assert len(others) == 2
-    assert all(is_said(text, sources) for text in others)
-    assert is_said("… has schema_version …, this agentgym reads up to …", sources)
+    assert all(is_in_sources(text, sources) for text in others)
+    assert is_in_sources("… has schema_version …, this agentgym reads up to …", sources)
 
 
 def test_every_kind_of_the_wire_is_explained_with_its_status():
-    section = SECTIONS["What an environment server answers"]
-    told = {quoted(row[0]): int(row[1]) for row in rows(section, 4)}
-    assert told == {kind.value: STATUS[kind] for kind in ErrorKind}
+    text = page("reference/errors-environment-server.md")
+    documented = {quoted(row[0]): int(row[1]) for row in rows(text, 4)}
+    assert documented == {kind.value: STATUS[kind] for kind in ErrorKind}
 
 
 def test_every_number_to_watch_is_measured(sources):
-    (watched,) = re.findall(r"^\| number .*?(?=^\n)", SECTIONS["A nightly run"], re.S | re.M)
-    names = re.findall(r"`([a-z_]+(?:/[a-z_]+)?)`", "\n".join(r[0] for r in rows(watched, 3)))
+    watched = rows(sections("how-to/nightly.md")["What to watch"], 3)
+    names = re.findall(r"`([a-z_]+(?:/[a-z_]+)?)`", "\n".join(row[0] for row in watched))
     assert len(names) == 9
     for name in names:
         prefix, _, last = name.partition("/")
@@ -107,27 +163,34 @@ def test_every_number_to_watch_is_measured(sources):
         assert any(each in sources[0] for each in known), name
 
 
-def test_the_table_of_training_alarms_is_that_of_the_rules():
-    told = {row for row in rows(SECTIONS["Is it learning"], 3) if row[0].startswith("`alarms.")}
-    assert told == {
-        (
-            f"`alarms.{name}`",
-            f"{', '.join(f'`{metric}`' for metric in rule.metrics)}: {rule.what},"
+def test_the_page_of_training_alarms_is_that_of_the_rules():
+    documented = {
+        title: re.findall(r"^- (.+?)(?=^- |\Z)", text, re.S | re.M)
+        for title, text in sections("reference/alarms.md").items()
+        if title.startswith("`alarms.") and title != "`alarms.no_success`"
+    }
+    assert {
+        title: [" ".join(item.split()) for item in items] for title, items in documented.items()
+    } == {
+        f"`alarms.{name}`": [
+            f"Limit: {', '.join(f'`{metric}`' for metric in rule.metrics)}: {rule.what},"
             f" {'below' if rule.at_least else 'above'} `alarms.{rule.limit}`"
-            f" ({getattr(AlarmsConfig(), rule.limit):g})",
-            rule.advice,
-        )
+            f" ({getattr(AlarmsConfig(), rule.limit):g}).",
+            f"Advice: {rule.advice}.",
+        ]
         for name, rule in RULES.items()
     }
 
 
-def test_a_setting_it_names_exists():
+def test_a_setting_that_a_page_names_exists():
     tree = load_config(ROOT / "params.yaml").model_dump()
-    sections = [name for name, value in tree.items() if isinstance(value, dict)]
-    named = set(re.findall(rf"`((?:{'|'.join(sections)})\.[a-z_]+)`", PAGE))
-    assert len(named) > 10
-    # settings of exploring recipes; a file; a tag
-    named -= {"algorithm.num_items", "evaluation.png", "evaluation.question"}
+    tree["algorithm"] = {name for family in FAMILIES.values() for name in family.model_fields}
+    names = [name for name, value in tree.items() if isinstance(value, dict | set)]
+    folders = ("tutorials", "how-to", "concepts", "reference")
+    text = "\n".join(path.read_text() for name in folders for path in (DOCS / name).glob("*.md"))
+    named = set(re.findall(rf"`((?:{'|'.join(names)})\.[a-z_]+)`", text))
+    assert len(named) > 90
+    named -= {"evaluation.png", "evaluation.question", "kubernetes.dynamic"}  # no settings
     assert [
         path for path in named if path.partition(".")[2] not in tree[path.partition(".")[0]]
     ] == []
@@ -144,7 +207,8 @@ def test_a_store_that_was_deleted_comes_back_from_its_backup(copy_run, tmp_path,
     }
 
     def run(title):
-        (script,) = re.findall(r"```sh\n(.*?)```", SECTIONS[title], re.DOTALL)
+        text = sections("how-to/backup-and-upgrade.md")[title]
+        (script,) = re.findall(r"```sh\n(.*?)```", text, re.DOTALL)
         command = ["bash", "-e", "-c", script]
         ended = completed(*command, cwd=project, env=environment)
         assert ended.returncode == 0, ended.stderr
@@ -157,8 +221,8 @@ def test_a_store_that_was_deleted_comes_back_from_its_backup(copy_run, tmp_path,
     assert (project / "backup").stat().st_mode & 0o077 == 0
     shutil.rmtree(project / ".agentgym")
     assert finished(cfg, open_store(cfg)) == {}
-    said = run("Restore")
-    assert len(re.findall(r"^  skip +\S+ +done, manifest", said, re.MULTILINE)) == len(before)
+    printed = run("Restore")
+    assert len(re.findall(r"^  skip +\S+ +done, manifest", printed, re.MULTILINE)) == len(before)
     store = open_store(cfg)
     after = finished(cfg, store)
     assert {name: manifest.digest for name, manifest in after.items()} == before

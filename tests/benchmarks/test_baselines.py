@@ -18,4 +18,4 @@ def test_the_documents_hold_the_baselines_of_the_result_file():
         assert all("truncated" in each for each in row["expert"]["exceptions"])
         assert row["expert"]["coverage"] == row["random"]["coverage"] == 1.0
     assert sorted(found) == ["babyai", "sciworld", "searchqa", "textcraft", "webarena"]
-    assert "\n".join(rows) in (ROOT / "docs/operations.md").read_text()
+    assert "\n".join(rows) in (ROOT / "docs/concepts/evaluation-and-intervals.md").read_text()

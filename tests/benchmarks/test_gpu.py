@@ -17,9 +17,9 @@ gpu = imported("gpu")
 
 def test_the_documents_hold_the_figures_of_the_result_file_or_say_not_run(gpu):
     results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
-    assert gpu.table(results) in (ROOT / "docs/operations.md").read_text()
+    assert gpu.table(results) in (ROOT / "docs/how-to/gpu-first-hour.md").read_text()
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert ("[On a GPU](docs/operations.md#on-a-gpu): not run" in readme) == (not results)
+    assert ("[On a GPU](docs/how-to/gpu-first-hour.md): not run" in readme) == (not results)
 
 
 def test_a_case_that_ran_shows_its_figures_and_the_others_that_they_did_not(gpu):
@@ -35,8 +35,10 @@ def test_a_case_that_ran_shows_its_figures_and_the_others_that_they_did_not(gpu)
             }
         }
     ).splitlines()
-    assert rows[2].endswith("| matmul_tflops 770.5 (H100, `python benchmarks/gpu.py`) |")
-    assert all(row.endswith("| not run |") for row in rows[3:])
+    assert rows[0].startswith("- `ceilings`: The highest rates")
+    assert rows[1] == "  - matmul_tflops 770.5 (H100, `python benchmarks/gpu.py`)"
+    assert rows[2:].count("  - not run") == len(gpu.CASES) - 1
+    assert max(map(len, rows)) <= 98
 
 
 def test_an_unknown_case_is_named(gpu, monkeypatch, capsys):

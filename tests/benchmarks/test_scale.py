@@ -16,7 +16,7 @@ from tests.benchmarks.conftest import imported
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULT = json.loads((ROOT / "docs/results/scale.json").read_text())
-PAGE = (ROOT / "docs/operations.md").read_text()
+PAGE = (ROOT / "docs/reference/memory-per-rank.md").read_text()
 SMALL = {
     "hidden_size": 512,
     "intermediate_size": 2048,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs/operations.md").read_text()
+PAGE = (ROOT / "docs/concepts/rollouts-ahead.md").read_text()
 
 
 @pytest.fixture(scope="module")

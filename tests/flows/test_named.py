@@ -25,7 +25,7 @@ OUT_OF_REACH = {
     r"(python -m flows.pipeline|agentgym plan) --params profiles/train/": "lists of the Hub, GPUs",
     r"(python -m flows.compare|agentgym compare) comparisons/agentgym-rl": "lists of the Hub, GPUs",
     r"agentgym evaluate (Qwen/|models:/agentgym-rl-)": "weights of the Hub, or of such a run",
-    r"agentgym evaluate https:": "an account",
+    r"agentgym evaluate https?:": "an account, or a server of one's own",
     r"make (install|lock sbom|pipeline TORCH=)": "an index of packages; CI calls the first",
     r"make (vllm|vllm-test)\b": "vLLM from PyPI; CI calls `make vllm-test`",
     r"make real(-model)?$": "a model from PyPI, most of an hour; CI calls `make real-test`",
@@ -41,10 +41,14 @@ SEEN_ELSEWHERE = {
     "make ui": "tests/flows/test_readme.py",
     "prefect deploy": "tests/flows/test_deployments.py",
     "prefect server start": "tests/flows/test_deployments.py",
-    "agentgym data import-trajectories FILE": "tests/agentgym/data/test_trajectories.py",
+    "agentgym data import-trajectories": "tests/agentgym/data/test_trajectories.py",
+    "python -m flows.pipeline warm_start.source=": "tests/agentgym/data/test_trajectories.py",
     "agentgym export stage-3 my-adapter --adapter": "tests/agentgym/training/test_lora.py",
+    "agentgym export STEP FOLDER --adapter": "tests/agentgym/training/test_lora.py",
     "python -m envs identities": "tests/envs/test_main.py",  # it reads tasks from standard input
 }
+# pages that test_adding.py and test_tutorials.py follow word by word
+FOLLOWED = ("docs/how-to/add-", "docs/tutorials/")
 DATA = "data/AgentGym-RL-Data-ID"
 FILLED = {  # placeholders in documents, filled in for this project
     "agentgym step 1": "agentgym step stage-1",
@@ -53,10 +57,14 @@ FILLED = {  # placeholders in documents, filled in for this project
     "agentgym evaluate 1": "agentgym evaluate expert --env babyai --num-items 2",
     "agentgym evaluate POLICY --env NAME": "agentgym evaluate random --env babyai --num-items 2",
     "agentgym evaluate --show DIGEST": "agentgym evaluate --show EVALUATION",
+    "python -m flows.evaluate": "python -m flows.evaluate --policy :stage-1",
     "python -m flows.evaluate --policy POLICY": "python -m flows.evaluate --policy :stage-1",
     "agentgym compare FILE": "agentgym compare comparisons/learn.yaml",
-    "agentgym compare A B [C ...] --out FOLDER": "agentgym compare :stage-2 :stage-3 --out shown",
-    "agentgym export [RUN] STEP FOLDER --best": "agentgym export RUN stage-3 best --best",
+    "agentgym evaluate --regrade RESULT": "agentgym evaluate --regrade EVALUATION",
+    "agentgym step STEP --wait S": "agentgym step stage-1 --wait 1",
+    "agentgym lineage VERSION": "agentgym lineage 1",
+    "agentgym lineage DIGEST": "agentgym lineage EVALUATION",
+    "agentgym config --set algorithm.recipe=NAME": "agentgym config --set algorithm.recipe=rloo",
     "agentgym audit r": "agentgym audit RUN",
     "agentgym view r": "agentgym view RUN",
     "agentgym view --set store.path=/data/store": "agentgym view --set store.path=.agentgym/store",
@@ -79,11 +87,13 @@ FILLED = {  # placeholders in documents, filled in for this project
 CODES = {"python -m services status": 1, "agentgym rollback": 2}  # none runs; no previous champion
 CHANGES = ("agentgym gc", "dvc remove", "dvc add", "dvc repro", "make clean", "agentgym rollback")
 LONG = ("dvc repro", "agentgym audit", "python -m envs.", "agentgym evaluate", "python -m flows.")
+# minutes of training each; test_readme.py has a pipeline with other parameters
+TRAINS = re.compile(r"python -m flows\.pipeline (horizon|algorithm|lora|compute)\b")
 SERVES = re.compile(r"python -m envs serve|agentgym view( r\w*| --set .*)?$")
 
 
 def is_typed(command, place):
-    if command in COMMANDS or str(place) == "docs/adding.md":  # in test_readme.py, test_adding.py
+    if command in COMMANDS or str(place).startswith(FOLLOWED):  # test_readme.py has COMMANDS
         return False
     if any(re.match(pattern, command) for pattern in OUT_OF_REACH):
         return False
@@ -96,7 +106,7 @@ TYPED = [command for command, place in NAMED.items() if is_typed(command, place)
 SERVERS = [
     command
     for command, place in NAMED.items()
-    if SERVES.match(command) and str(place) != "docs/adding.md"
+    if SERVES.match(command) and not str(place).startswith(FOLLOWED)
 ]
 
 
@@ -119,6 +129,9 @@ def project(finished, copied, tmp_path_factory):
 
 def filled(command, project):
     command = FILLED.get(command, command)
+    if TRAINS.match(command):  # planned, not trained: its settings are valid
+        command = re.sub(r" (?=\w+\.?\w*=)", " --set ", command)
+        command = command.replace("python -m flows.pipeline", "agentgym plan")
     run = re.search(r"agentgym audit (r\w{12})", project.first.stdout)[1]
     command = re.sub(r"\bRUN\b|r3d1c27a5b9e0", run, command)
     if "EVALUATION" in command:

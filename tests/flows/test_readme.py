@@ -1,4 +1,4 @@
-"""Every command in the README is run, here or by CI."""
+"""Every command in the README and in the pages with its commands is run, here or by CI."""
 
 import contextlib
 import os
@@ -19,13 +19,27 @@ from tests.answering import closed_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
-BLOCKS = re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [
-    line.partition("  #")[0].strip()
-    for block in BLOCKS
-    for line in block.splitlines()
-    if line.strip()
+PAGES = (
+    "README.md",
+    "docs/how-to/run-step-by-step.md",
+    "docs/reference/chat-templates.md",
+    "docs/reference/compute.md",
+    "docs/reference/environments.md",
+    "docs/reference/protocols.md",
+)
+BLOCKS = [
+    block
+    for page in PAGES
+    for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 ]
+COMMANDS = list(
+    dict.fromkeys(
+        " ".join(line.partition("  #")[0].split())
+        for block in BLOCKS
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    )
+)
 BY_CI = ("make pipeline", "make test")
 BY_HAND = ("make real",)  # most of an hour; `make real-test` is its small version
 SERVERS = ("make ui", "python -m envs serve")

@@ -127,7 +127,7 @@ def test_readings_are_apart_and_the_first_is_at_once(reading):
     assert system.read() == {}
     move(0.1)
     assert system.read().keys() == found.keys()
-    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/metrics-time.md").read_text()
     assert set(re.findall(r"`(system/\w+)`", page)) == found.keys()
 
 

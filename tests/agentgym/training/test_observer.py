@@ -241,7 +241,7 @@ def test_every_step_of_a_run_says_where_its_time_went(
         used = metrics["perf/update_tflop"] / metrics["time/update_s"]
         assert metrics["perf/mfu"] == pytest.approx(used / 0.5)
         assert 0 < metrics["perf/mfu"] < 1
-    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/reference/metrics-time.md").read_text()
     told = set(re.findall(r"`((?:time|perf)/\w+)`", page))
     for metrics in rows["stage-1"]:
         assert {name for name in metrics if name.startswith(("time/", "perf/"))} == told

@@ -1,4 +1,4 @@
-"""Numbers in docs/viewer.md match the measurements."""
+"""Numbers in docs/reference/viewer-index.md match the measurements."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.benched import benchmark
 
 ROOT = Path(__file__).parents[3]
-DOCUMENT = (ROOT / "docs/viewer.md").read_text()
+DOCUMENT = (ROOT / "docs/reference/viewer-index.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def result():
 
 
 def test_its_numbers_are_those_of_the_result(result):
-    assert benchmark("viewer").table(result) in DOCUMENT
+    assert " ".join(benchmark("viewer").table(result).split()) in " ".join(DOCUMENT.split())
 
 
 def test_what_was_asked_for_holds_in_cpu_time(result):

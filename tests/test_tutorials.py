@@ -1,0 +1,234 @@
+"""The tutorials, followed word by word in a copy of the repository with smaller settings."""
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.agentgym.families import tokenizer_of
+from tests.projects import copied, finished  # noqa: F401
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs/tutorials"
+# a paragraph, then a fenced block
+BLOCK = re.compile(
+    r"(?P<before>(?:^[^\n`][^\n]*\n)*)\n?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
+)
+NEW_FILE = re.compile(r"New file `([^`]+)`:$")
+NUMBER = r"[+\-−]?\d+(?:\.\d+)*"
+NAME = r"r[0-9a-f]{12}\b"  # of a run
+WORDS = re.compile(rf"(?P<any>…)|(?P<name>\b{NAME})|(?P<number>{NUMBER})|(?P<blank>\s+)")
+MODEL = "build/smollm2-135m-instruct"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of a tutorial. file: the file that it is the content of, if any."""
+
+    language: str
+    text: str
+    file: str
+
+
+def blocks_of(page):
+    """Return the blocks of a tutorial, in order."""
+    found = BLOCK.finditer((PAGES / f"{page}.md").read_text())
+    return [
+        Block(each["language"], each["text"], file[1] if file else "")
+        for each in found
+        for file in [NEW_FILE.search(" ".join(each["before"].split()))]
+    ]
+
+
+def pattern(expected):
+    """Return a regular expression for the end of an output. Numbers and names of runs stand for
+    any; … stands for any text, a line of it alone for any lines.
+    """
+
+    def general(match):
+        if match["any"]:
+            return "\0any\0"
+        if match["name"]:
+            return "\0name\0"
+        return "\0number\0" if match["number"] else "\0blank\0" if match[0] != "\n" else "\n"
+
+    lines = []
+    for line in expected.strip("\n").split("\n"):
+        if line.strip() == "…":
+            lines.append(r"(?:.*\n)*?")
+            continue
+        text = re.escape(WORDS.sub(general, line.strip()))
+        for word, meaning in (
+            ("any", ".*"),
+            ("name", NAME),
+            ("number", NUMBER),
+            ("blank", r"[^\S\n]+"),
+        ):
+            text = text.replace(re.escape(f"\0{word}\0"), meaning)
+        lines.append(rf"[^\S\n]*{text}[^\S\n]*\n")
+    return re.compile("(?:^|\n)" + "".join(lines) + r"\Z")
+
+
+class Reader:
+    """Follows a tutorial. replaced: commands -> the command or function that runs instead."""
+
+    def __init__(self, project, replaced=()):
+        self.project, self.replaced = project, dict(replaced)
+        self.outputs = []
+
+    def follow(self, page):
+        """Write files, run commands and compare their outputs, in the order of the page."""
+        for block in blocks_of(page):
+            if block.file:
+                path = self.project.folder / block.file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(block.text)
+            elif block.language == "sh":
+                self.outputs.append(self.run(block.text.strip()))
+            else:
+                assert block.language == "text", block
+                output = self.outputs[-1].rstrip() + "\n"
+                assert pattern(block.text).search(output), f"{block.text}\nis not in\n{output}"
+        return self
+
+    def run(self, commands):
+        if commands in self.replaced:
+            commands = self.replaced[commands]
+            if callable(commands):
+                return commands()
+        ended = self.project.run("bash", "-euo", "pipefail", "-c", commands, timeout=800)
+        assert ended.returncode == 0, f"{commands}\n{ended.stdout}{ended.stderr}"
+        return ended.stdout
+
+
+@pytest.fixture
+def project(finished, copied, tmp_path):  # noqa: F811
+    """Return a copy of the finished project, in which `make` finds everything installed."""
+    project = copied(finished.folder.parent, tmp_path)
+    project.first = finished.first
+    return installed(project)
+
+
+@pytest.fixture
+def new(copied, once, make_clone, tmp_path):  # noqa: F811
+    """Return a clone without a run, in which `make` finds everything installed."""
+    project = copied(once("clone", make_clone), tmp_path)
+    params = project.folder / "params.yaml"
+    tree = yaml.safe_load(params.read_text())
+    tree["alarms"]["min_entropy"] = 0.02  # no alarms between the lines of a tutorial
+    params.write_text(yaml.safe_dump(tree))
+    return installed(project)
+
+
+def installed(project):
+    """Give the project this environment as its .venv, newer than what `make` compares it with.
+    Commands import the project's own sources.
+    """
+    project.environment["PYTHONPATH"] = str(project.folder)
+    environment = project.folder / ".venv"
+    environment.mkdir()
+    for each in Path(sys.prefix).iterdir():
+        (environment / each.name).symlink_to(each)
+    (environment / ".installed").unlink(missing_ok=True)
+    (environment / ".installed").touch()
+    return project
+
+
+def without_alarms(output):
+    """Return the output without the alarms that the small run's settings raise."""
+    return re.sub(r"^alarm .*\n(?:  .*\n)*", "", output, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in PAGES.glob("*.md")))
+def test_a_tutorial_has_commands_with_outputs_and_ends_with_a_picture_or_a_table(page):
+    languages = [block.language for block in blocks_of(page)]
+    assert languages.count("sh") > 2
+    assert languages.count("text") > 1
+    text = (PAGES / f"{page}.md").read_text()
+    assert len(languages) == len(re.findall(r"^```\w+$", text, re.MULTILINE))
+    end = text[text.rindex("\n## ", 0, text.rindex("\n## Next")) :]
+    assert re.search(r"!\[.+\]\(|^\|.+\|$|^```text$", end, re.MULTILINE)
+
+
+def test_a_text_matches_the_end_of_an_output_up_to_numbers():
+    shown = "success   12.5 %\n…\nrun r0123456789ab is done\n"
+    output = "first\nsuccess 9 %\n1\n2\nrun rffffffffffff  is done\n"
+    assert pattern(shown).search(output)
+    assert pattern(shown.replace("\n…", "")).search(output) is None
+    assert pattern(shown).search(output + "more\n") is None
+    assert pattern("a … c").search("a b c\n")
+    assert pattern("gain +1.0").search("gain -2\n")
+    assert pattern("gain").search("no gain\n") is None
+
+
+def test_the_first_run(project):
+    before = (project.folder / ".agentgym/store").stat()
+    recorded = without_alarms(project.first.stdout)
+    reader = Reader(project, {CLONE: "true", "make pipeline": lambda: recorded})
+    reader.follow("first-run")
+    assert before.st_ino == (project.folder / ".agentgym/store").stat().st_ino
+    assert (project.folder / "pages/index.html").is_file()
+
+
+CLONE = "git clone URL agentgym-flow\ncd agentgym-flow"
+
+
+@pytest.mark.slow
+def test_the_first_comparison(new):
+    Reader(new).follow("first-comparison")
+    assert (new.folder / "first/first.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_first_environment(new):
+    site = new.folder / "site"
+    offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
+    path = os.pathsep.join([str(site), new.environment["PYTHONPATH"]])
+    new.environment |= {**offline, "PIP_TARGET": str(site), "PYTHONPATH": path}
+    Reader(new).follow("first-environment")
+
+
+@pytest.fixture
+def small_model(new):
+    """Write a tiny Llama to the folder of the tutorial's model, and a profile of its size."""
+    tokenizer = tokenizer_of("llama3")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(new.folder / MODEL)
+    tokenizer.save_pretrained(new.folder / MODEL)
+    profile = new.folder / "profiles/small/smollm2-135m-cpu.yaml"
+    tree = yaml.safe_load(profile.read_text())
+    tree["rollout"] |= {"items_per_step": 2, "group_size": 2}
+    tree["horizon"]["stage_steps"] = [1]
+    tree["evaluation"]["num_items"] = 4
+    tree["alarms"] = {"no_success": "off"}  # the weights are random
+    tree["gate"] = {"min_success": 0.0}
+    profile.write_text(yaml.safe_dump(tree))
+    return new
+
+
+@pytest.mark.slow
+def test_your_model(small_model):
+    Reader(small_model, {"make real-model": "true"}).follow("your-model")
+    shutil.rmtree(small_model.folder / "build")
