@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -90,6 +90,12 @@ def write(path: Path, numbers: Mapping[str, Any], rows: Sequence[str] = ()) -> N
         text = f'{text[:-2]},\n "{name}": [' + (f"\n{lines}\n ]" if lines else "]") + "\n}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def simulated(
