@@ -351,7 +351,34 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-# --- commits of this repository, and of a run
+# --- runs, and commits of this repository
+
+
+@contextlib.contextmanager
+def kept(folder: Path | None) -> Iterator[Path]:
+    """Yield this folder, or a temporary one if it is None."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield folder or Path(temporary)
+
+
+def config_in(folder: Path | str, *overrides: str, params: Path = ROOT / "params.yaml") -> Any:
+    """Return the configuration of a run whose store is in this folder."""
+    from agentgym.config import load_config
+
+    return load_config(params, [*overrides, f"store.path={folder}/store"])
+
+
+def last_stage(cfg: Any) -> str:
+    from agentgym.steps.step import stages
+
+    return stages(cfg.horizon)[-1].name
+
+
+def results_of(cfg: Any, step: str) -> Any:
+    """Return the results of a finished step, for example an evaluation's `summary`."""
+    from agentgym.pipeline.table import finished, open_store
+
+    return finished(cfg, open_store(cfg))[step].results
 
 
 def git(*arguments: str) -> str:
