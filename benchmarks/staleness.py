@@ -2,20 +2,16 @@
 
 Runs the default task, with the changes in BUDGET, at each `rollout.max_staleness`, one after
 another under each seed: unchanged, and with a learner so slow that each batch reaches the maximal
-staleness. Before, a run four updates ahead is killed at random moments and must learn from every
-item once.
+staleness.
 Cells that docs/results/staleness.json contains are not repeated; that file is rewritten after each.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partialmethod
@@ -23,16 +19,20 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
+from harness import (
+    ROOT,
+    config_in,
+    kept,
+    last_stage,
+    parser_of,
+    read,
+    results_of,
+    stage_points,
+    write,
+)
 
-from agentgym.audit import audit
-from agentgym.config import RunConfig, load_config
-from agentgym.data.check import load_data
-from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
-from agentgym.steps.step import stages
 from agentgym.training.ahead import Ahead
 
 CASES = {
@@ -40,47 +40,31 @@ CASES = {
     "slow learner": (1, 4),  # at 0 a slow learner changes nothing
 }
 BUDGET = ("horizon.stage_steps=[6,6,8]", "evaluation.num_items=256")
-# settings of the run that is killed
-KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items_per_step=8")
-FAR = "rollout.max_staleness=4"
-MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 LIMIT_S = 3600.0  # per run
-CHILD = """
-import sys
-from agentgym.config import load_config
-from agentgym.pipeline.run import run_with_parents
-cfg = load_config(overrides=sys.argv[1:])
-import agentgym.training.rl
-print("begins", flush=True)
-run_with_parents("stage-2", cfg)
-"""
+MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 
 
 def main() -> int:
     parser = parser_of(__doc__, "staleness.json")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
+    parser.add_argument(
+        "--state", type=Path, help="folder that keeps the runs (default: a temporary one)"
+    )
     chosen = parser.parse_args()
     os.chdir(ROOT)
     set_process_defaults()
     result = read(chosen.out, {"cells": []})
     result["settings"] = BUDGET
-    with tempfile.TemporaryDirectory() as folder:
-        state = chosen.state or folder
-        if "killed" not in result:
-            result["killed"] = killed(Path(state, "killed"), chosen.kills)
-            write(chosen.out, result)
-            print(result["killed"])
+    with kept(chosen.state) as folder:
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
             if any(key.items() <= cell.items() for cell in result["cells"]):
                 continue
-            result["cells"].append(key | run(case, seed, staleness, Path(state)))
+            result["cells"].append(key | run(case, seed, staleness, folder))
             result["summary"] = summary(result["cells"])
             write(chosen.out, result)
             print(result["cells"][-1], flush=True)
-    return 0 if result["killed"]["each_item_once"] and result["killed"]["audit"] else 1
+    return 0
 
 
 def cells(seeds: list[int]) -> list[tuple[str, int, int]]:
@@ -98,21 +82,17 @@ def run(case: str, seed: int, staleness: int, folder: Path) -> dict[str, Any]:
     state, base = folder / f"{case}-{seed}".replace(" ", "-"), folder / f"base-{seed}"
     settings = [*BUDGET, f"seed={seed}"]
     if not state.exists():
-        run_with_parents(
-            "evaluate-warm-start", load_config(overrides=[*settings, f"store.path={base}/store"])
-        )
+        run_with_parents("evaluate-warm-start", config_in(base, *settings))
         shutil.copytree(base, state)
-    cfg = load_config(
-        overrides=[*settings, f"store.path={state}/store", f"rollout.max_staleness={staleness}"]
-    )
-    last = stages(cfg.horizon)[-1].name
+    cfg = config_in(state, *settings, f"rollout.max_staleness={staleness}")
+    last = last_stage(cfg)
     take = partialmethod(late, Ahead.take) if case == "slow learner" else Ahead.take
     with mock.patch.object(Ahead, "take", take):
         run_with_parents(last, cfg)
     run_with_parents(f"evaluate-{last}", cfg)
     rows = [point.metrics for point in stage_points(cfg)]
     mean, staleness_by_step = statistics.mean, [row["sync/staleness_max"] for row in rows]
-    final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
+    final = results_of(cfg, f"evaluate-{last}")["summary"]
     return {
         "greedy": final["greedy"]["mean"],
         "avg_at_4": final["avg_at_4"]["mean"],
@@ -156,61 +136,6 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             most = max(cell["staleness_max"] for cell in matching)
             table.append({**row, "staleness_max": most, **means})
     return table
-
-
-def killed(folder: Path, kills: int) -> dict[str, Any]:
-    """Kill a run four updates ahead at random moments of its training, and restart it each time."""
-    settings = [*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
-    cfg = load_config(overrides=settings)
-    run_with_parents("warm-start", cfg)
-    rng, durable, ahead = random.Random(0), [0], []  # noqa: S311  (kill times, no secrets)
-    while len(ahead) < kills:
-        wanted = durable[-1] + rng.randint(1, 2)
-        process = started(settings)
-
-        def reached(wanted: int = wanted, process: Any = process) -> bool:
-            return durable_step(cfg) >= wanted or process.poll() is not None
-
-        wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
-        time.sleep(rng.uniform(0.0, 2.0))
-        process.kill()
-        if process.wait(LIMIT_S) == 0:
-            break  # the run ended before all kills were done
-        durable.append(durable_step(cfg))
-        heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
-        last = max(heads, key=lambda head: int(head.state["global_step"]))
-        ahead.append(len(last.state["ahead"]))
-    if code := started(settings).wait(LIMIT_S):
-        raise RuntimeError(f"the run after the kills ended with code {code}")
-    commits = stage_commits(cfg)
-    consumed = [item for commit in commits for item in commit.state["consumed"]]
-    stream = [item.item_id for item in train_stream(cfg, load_data(cfg), {}).next(len(consumed))]
-    staleness_by_step = [point.metrics["sync/staleness_max"] for point in stage_points(cfg)]
-    return {
-        "settings": [*KILLED, FAR],
-        "kills": len(ahead),
-        "durable_step_after_each": durable[1:],
-        "batches_ahead_at_each": ahead,  # per the last commit; they were sampled again
-        "optimizer_steps": len(commits),
-        "items": len(consumed),
-        "each_item_once": consumed == stream and len(set(consumed)) == len(consumed),
-        "staleness_max": int(max(staleness_by_step)),
-        "audit": audit(cfg, num_episodes=8).ok,
-    }
-
-
-def started(settings: list[str]) -> subprocess.Popen[bytes]:
-    """Start a run of both stages; return it once it is about to begin."""
-    command = [sys.executable, "-c", CHILD, *settings]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
-def durable_step(cfg: RunConfig) -> int:
-    heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
-    return max((int(head.state["global_step"]) for head in heads), default=0)
 
 
 if __name__ == "__main__":
