@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from harness import config_in, kept, last_stage, origin, parser_of, read, stage_points
@@ -26,11 +25,8 @@ METRICS = sorted({name for rule in RULES.values() for name in rule.metrics})
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "alarms.json")
+    parser = parser_of(__doc__, "alarms.json", state=True)
     parser.add_argument("names", nargs="*", default=list(RUNS), metavar="NAME")
-    parser.add_argument(
-        "--state", type=Path, help="folder that keeps the runs (default: a temporary one)"
-    )
     chosen = parser.parse_args()
     result = read(chosen.out, {"runs": {}})
     with kept(chosen.state) as folder:

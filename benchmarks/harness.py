@@ -37,13 +37,21 @@ T = TypeVar("T")
 # --- arguments and results
 
 
-def parser_of(doc: str | None, result: str = "") -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, result: str = "", *, seeds: Sequence[int] = (), state: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser described by the docstring's first line.
-    result: a file in docs/results, the default of the option --out.
+    result: a file in docs/results, the default of the option --out. seeds: default of --seeds.
+    state: it has the option --state, a folder for `kept`.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     if result:
         parser.add_argument("--out", type=Path, default=RESULTS / result, metavar="FILE")
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    if state:
+        kept_in = "folder that keeps the runs (default: a temporary one)"
+        parser.add_argument("--state", type=Path, help=kept_in)
     return parser
 
 

@@ -45,11 +45,7 @@ MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "staleness.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument(
-        "--state", type=Path, help="folder that keeps the runs (default: a temporary one)"
-    )
+    parser = parser_of(__doc__, "staleness.json", seeds=(0, 1), state=True)
     chosen = parser.parse_args()
     os.chdir(ROOT)
     set_process_defaults()
