@@ -100,9 +100,9 @@ def write(path: Path, numbers: Mapping[str, Any], rows: Sequence[str] = ()) -> N
     path.write_text(text + "\n", encoding="utf-8")
 
 
-def table(titles: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], line: str = "") -> list[str]:
+    """Return the lines of a Markdown table. line: below the titles."""
+    lines = [f"| {' | '.join(titles)} |", line or "|" + "---|" * len(titles)]
     return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 

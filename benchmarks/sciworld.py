@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -58,8 +57,7 @@ def cold_start() -> dict[str, Any]:
     with env_server("sciworld") as endpoint:
         ready_s = time.perf_counter() - began
         processes = psutil.Process().children(recursive=True)
-        java = [process for process in processes if process.name() == "java"]
-        resident = [process.memory_info().rss for process in java]
+        resident = [p.memory_info().rss for p in processes if p.name() == "java"]
         opened_s, cpu_s = [], [cpu_seconds(processes)]
         for number in range(3):
             opened_s.append(asyncio.run(open_at_once(endpoint, number)))
@@ -70,9 +68,7 @@ def cold_start() -> dict[str, Any]:
         "cpu_s_until_ready": round(cpu_s[0], 2),
         # at once, closed, at once again
         "eight_sessions_s": [round(elapsed_s, 2) for elapsed_s in opened_s],
-        "eight_sessions_cpu_s": [
-            round(after - before, 2) for before, after in itertools.pairwise(cpu_s)
-        ],
+        "eight_sessions_cpu_s": [round(b - a, 2) for a, b in itertools.pairwise(cpu_s)],
         "load_average": round(load, 1),
     }
 
@@ -93,9 +89,12 @@ def play_ours() -> list[Transcript]:
         pool.close()
 
 
-def play_stock(
-    options: Callable[[int], list[str]] = java_options, *, backwards: bool = False
-) -> list[Transcript]:
+def play_stock(*, repeatable: bool = False, backwards: bool = False) -> list[Transcript]:
+    """Play on the stock engine, with equal identity hashes or not; its memory is bounded."""
+
+    def options(heap_mib: int) -> list[str]:
+        return [one for one in java_options(heap_mib) if repeatable or one not in REPEATABLE]
+
     with patch.object(stock, "java_options", options):
         slot = stock.start()
     try:
@@ -104,18 +103,12 @@ def play_stock(
         slot.end()
 
 
-def stock_options(heap_mib: int) -> list[str]:
-    """Return the package's Java options without equal identity hashes; memory is bounded."""
-    return [option for option in java_options(heap_mib) if option not in REPEATABLE]
-
-
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
     """Return a row per game with other texts, scores or ends: first difference, kind."""
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
-        turns = [
-            turn for turn, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]
-        ]
+        pairs = zip(left, right, strict=True)
+        turns = [turn for turn, (mine, theirs) in enumerate(pairs) if mine != theirs]
         if turns:
             outcomes = [[texts[-3:-1] for texts in transcript] for transcript in (left, right)]
             rows.append(
@@ -146,9 +139,8 @@ def main() -> None:
         result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
         print(*result["cold_starts"], sep="\n")
     if arguments.only != "cold":
-        ours, bound = play_ours(), play_stock()
-        forwards = play_stock(stock_options)
-        backwards = play_stock(stock_options, backwards=True)
+        ours, bound = play_ours(), play_stock(repeatable=True)
+        forwards, backwards = play_stock(), play_stock(backwards=True)
         version = completed(["java", "-version"]).stderr.splitlines()[0]
         result["order"] = {
             "java": version,

@@ -16,7 +16,6 @@ import re
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import output_of, parser_of, set_words, write
+from harness import kept, output_of, parser_of, set_words, write
 from scipy.stats import ttest_1samp
 from viewer import Server
 
@@ -44,8 +43,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per training")
     chosen = parser.parse_args()
     pairs, viewer_costs = [], []
-    with tempfile.TemporaryDirectory(prefix="agentgym-beside-") as name:
-        folder = Path(name)
+    with kept(None) as folder:
         for step in START:
             run(step, folder / "start", chosen.steps)
         for number in range(chosen.pairs):

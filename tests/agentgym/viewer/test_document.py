@@ -17,7 +17,7 @@ def result():
 
 
 def test_its_numbers_are_those_of_the_result(result):
-    assert benchmark("viewer").table(result) in DOCUMENT
+    assert benchmark("viewer").text_of(result) in DOCUMENT
 
 
 def test_what_was_asked_for_holds_in_cpu_time(result):
