@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,15 +25,9 @@ from typing import Any
 from harness import RESULTS, ROOT, checkout, commit_of, output_of, parser_of, serving_app, write
 
 SETTINGS = (
-    "warm_start.num_demos=16",
-    "warm_start.steps=2",
-    "horizon.kind=fixed",
-    "horizon.max_turns=[6]",
-    "horizon.stage_steps=[1]",
-    "rollout.items_per_step=1",
-    "rollout.group_size=2",
-    "validation.every=0",
-    "deterministic=true",
+    *("warm_start.num_demos=16", "warm_start.steps=2", "horizon.kind=fixed"),
+    *("horizon.max_turns=[6]", "horizon.stage_steps=[1]", "rollout.items_per_step=1"),
+    *("rollout.group_size=2", "validation.every=0", "deterministic=true"),
 )
 DATA = ROOT / "data/AgentGym-RL-Data-ID"
 PACKAGES = ("agentgym", "envs")
@@ -123,26 +118,17 @@ def traced(tree: Path) -> Iterator[tuple[dict[Path, set[int]], threading.Event]]
         threading.settrace(None)
 
 
-_STARTS: dict[Path, dict[int, int]] = {}
-
-
+@cache
 def starts(path: Path) -> dict[int, int]:
     """Map each line to its innermost statement's first line; 0 if the statement is a definition."""
-    if path not in _STARTS:
-        first_lines: defaultdict[int, int] = defaultdict(int)
-        for node in sorted(
-            (
-                node
-                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-                if isinstance(node, ast.stmt)
-            ),
-            key=lambda node: (node.lineno, -(node.end_lineno or 0)),
-        ):
-            defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
-                first_lines[line] = 0 if defines else node.lineno
-        _STARTS[path] = first_lines
-    return _STARTS[path]
+    first_lines: defaultdict[int, int] = defaultdict(int)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    statements = [node for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    for node in sorted(statements, key=lambda node: (node.lineno, -(node.end_lineno or 0))):
+        defines = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            first_lines[line] = 0 if defines else node.lineno
+    return first_lines
 
 
 if __name__ == "__main__":
