@@ -30,8 +30,7 @@ from agentgym.pipeline.table import finished, open_store
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "pipeline.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = parser_of(__doc__, "pipeline.json", seeds=(0, 1, 2))
     parser.add_argument("--params", type=Path, default=ROOT / "params.yaml")
     parser.add_argument("--curve", type=Path, help="PNG of the first seed's learning curve")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs, one a seed")
