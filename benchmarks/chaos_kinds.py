@@ -165,9 +165,8 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
         filler.unlink()
         log_text = scene.log.read_text(errors="replace", encoding="utf-8")
         if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", log_text):
-            scene.trial.failures["command"] = [
-                f"the error does not say that the disk is full: {log_text[-300:]!r}"
-            ]
+            wrong = f"the error does not say that the disk is full: {log_text[-300:]!r}"
+            scene.trial.fail("command", wrong)
 
     scene.mend = mend
 
@@ -280,10 +279,8 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         return
     scene.trial.notes += line
     if other.returncode != 1 or not re.search(holder, line[0]):
-        scene.trial.failures["command"] = [
-            f"the second learner was not refused with who holds the stage: {other.returncode},"
-            f" {line[0]!r}"
-        ]
+        wrong = "the second learner was not refused with who holds the stage"
+        scene.trial.fail("command", f"{wrong}: {other.returncode}, {line[0]!r}")
     KILL(scene, victims)
 
 
