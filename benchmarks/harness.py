@@ -174,13 +174,17 @@ def pipeline_in(tree: Path, home: Path, *words: str, timeout_s: float = 3600.0) 
 
 def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
     """Run a Python program that writes JSON to the path in its last argument. Return that value,
-    or None if the program failed.
+    or None if the program failed or took too long.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "result.json"
         words = [sys.executable, *arguments, str(path)]
-        process = subprocess.run(words, cwd=ROOT, timeout=timeout_s)
-        return read(path) if process.returncode == 0 else None
+        try:
+            subprocess.run(words, cwd=ROOT, timeout=timeout_s, check=True)
+        except subprocess.SubprocessError as error:
+            print(error, file=sys.stderr)
+            return None
+        return read(path)
 
 
 def wait_for(
