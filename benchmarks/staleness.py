@@ -19,17 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import (
-    ROOT,
-    config_in,
-    kept,
-    last_stage,
-    parser_of,
-    read,
-    results_of,
-    stage_points,
-    write,
-)
+import harness
 
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
@@ -45,20 +35,20 @@ MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "staleness.json", seeds=(0, 1), state=True)
+    parser = harness.parser_of(__doc__, "staleness.json", seeds=(0, 1), state=True)
     chosen = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(harness.ROOT)
     set_process_defaults()
-    result = read(chosen.out, {"cells": []})
+    result = harness.read(chosen.out, {"cells": []})
     result["settings"] = BUDGET
-    with kept(chosen.state) as folder:
+    with harness.kept(chosen.state) as folder:
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
             if any(key.items() <= cell.items() for cell in result["cells"]):
                 continue
             result["cells"].append(key | run(case, seed, staleness, folder))
             result["summary"] = summary(result["cells"])
-            write(chosen.out, result)
+            harness.write(chosen.out, result)
             print(result["cells"][-1], flush=True)
     return 0
 
@@ -78,17 +68,17 @@ def run(case: str, seed: int, staleness: int, folder: Path) -> dict[str, Any]:
     state, base = folder / f"{case}-{seed}".replace(" ", "-"), folder / f"base-{seed}"
     settings = [*BUDGET, f"seed={seed}"]
     if not state.exists():
-        run_with_parents("evaluate-warm-start", config_in(base, *settings))
+        run_with_parents("evaluate-warm-start", harness.config_in(base, *settings))
         shutil.copytree(base, state)
-    cfg = config_in(state, *settings, f"rollout.max_staleness={staleness}")
-    last = last_stage(cfg)
+    cfg = harness.config_in(state, *settings, f"rollout.max_staleness={staleness}")
+    last = harness.last_stage(cfg)
     take = partialmethod(late, Ahead.take) if case == "slow learner" else Ahead.take
     with mock.patch.object(Ahead, "take", take):
         run_with_parents(last, cfg)
     run_with_parents(f"evaluate-{last}", cfg)
-    rows = [point.metrics for point in stage_points(cfg)]
+    rows = [point.metrics for point in harness.stage_points(cfg)]
     mean, staleness_by_step = statistics.mean, [row["sync/staleness_max"] for row in rows]
-    final = results_of(cfg, f"evaluate-{last}")["summary"]
+    final = harness.results_of(cfg, f"evaluate-{last}")["summary"]
     return {
         "greedy": final["greedy"]["mean"],
         "avg_at_4": final["avg_at_4"]["mean"],

@@ -20,17 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import psutil
-from harness import (
-    cpu_seconds,
-    env_server,
-    output_of,
-    parser_of,
-    pss_bytes,
-    quantile,
-    serving_app,
-    write,
-)
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
@@ -57,14 +48,14 @@ def cpu_ms(processes: list[psutil.Process]) -> dict[str, float]:
         with contextlib.suppress(psutil.Error):
             part = "driver" if "node" in process.name() else "chromium"
             part = "server" if process == processes[0] else part
-            spent[part] += 1000 * cpu_seconds([process])
+            spent[part] += 1000 * harness.cpu_seconds([process])
     return spent
 
 
 def quantiles(seconds: list[float]) -> dict[str, float]:
     return {
         "p50_ms": round(1000 * statistics.median(seconds), 1),
-        "p99_ms": round(1000 * quantile(seconds, 0.99), 1),
+        "p99_ms": round(1000 * harness.quantile(seconds, 0.99), 1),
     }
 
 
@@ -85,7 +76,7 @@ async def steps(endpoints: list[str], counts: list[int], per_session: int) -> li
                 assert "OBSERVATION" in reply.observation, reply.observation
 
         await asyncio.sleep(1)
-        empty = pss_bytes(processes())
+        empty = harness.pss_bytes(processes())
         for count in counts:
             times: list[float] = []
             async with contextlib.AsyncExitStack() as stack:
@@ -98,7 +89,7 @@ async def steps(endpoints: list[str], counts: list[int], per_session: int) -> li
                 before, began = cpu_ms(processes()), time.perf_counter()
                 await asyncio.gather(*(act(session, times) for session in sessions))
                 wall_s, after = time.perf_counter() - began, cpu_ms(processes())
-                pss = pss_bytes(processes())
+                pss = harness.pss_bytes(processes())
             parts = {part: round((after[part] - before[part]) / len(times), 1) for part in after}
             row = {
                 "sessions": count,
@@ -165,7 +156,7 @@ async def episodes(endpoints: list[str], counts: list[int], seconds: float) -> l
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "webarena.json")
+    parser = harness.parser_of(__doc__, "webarena.json")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--steps", type=int, default=30, help="of each session on the big page")
     parser.add_argument("--seconds", type=float, default=40.0, help="of each embedded measurement")
@@ -175,7 +166,7 @@ def main() -> None:
         os.environ[BROWSER_VARIABLE] = arguments.browser
     browser = find_browser()
     site = Starlette(routes=[Route("/{path:path}", lambda _: HTMLResponse(PAGE))])
-    with tempfile.TemporaryDirectory() as folder, serving_app(lambda _: site) as url:
+    with tempfile.TemporaryDirectory() as folder, harness.serving_app(lambda _: site) as url:
         task = {
             "sites": ["shopping"],
             "task_id": 0,
@@ -188,19 +179,19 @@ def main() -> None:
         tasks = Path(folder) / "tasks.json"
         tasks.write_text(json.dumps([task]), encoding="utf-8")
         big = {"options": {"tasks": str(tasks), "sites": {"shopping": url}}, "max_sessions": 64}
-        with env_server("webarena", **big) as endpoint:
+        with harness.env_server("webarena", **big) as endpoint:
             on_page = asyncio.run(steps([endpoint], arguments.sessions, arguments.steps))
-    with env_server("webarena", expert=True, max_sessions=64) as endpoint:
+    with harness.env_server("webarena", expert=True, max_sessions=64) as endpoint:
         whole = asyncio.run(episodes([endpoint], arguments.sessions, arguments.seconds))
     result = {
-        "browser": output_of([browser, "--version"], timeout_s=30).strip(),
+        "browser": harness.output_of([browser, "--version"], timeout_s=30).strip(),
         "program": Path(browser).name,
         "load_before_and_after": [round(value, 1) for value in psutil.getloadavg()],
         "goals": {"cpu_ms_per_step": GOAL_CPU_MS, "pss_mib_per_session": GOAL_PSS_MIB},
         "steps_on_a_page_of_260_elements": on_page,
         "expert_episodes_on_the_embedded_sites": whole,
     }
-    write(arguments.out, result)
+    harness.write(arguments.out, result)
 
 
 if __name__ == "__main__":
