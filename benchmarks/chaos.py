@@ -46,7 +46,7 @@ from chaos_project import (
     last_line,
     num_versions,
 )
-from harness import POLL_S, origin, parser_of, read
+from harness import POLL_S, origin, parser_of, read, table
 
 KINDS = HERE | ON_CLUSTER
 FAILED = (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error)
@@ -61,9 +61,8 @@ INTRODUCTION = (
     " undisturbed run. Then the same command is",
     "given again until it ends.",
     "",
-    "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
-    "|---|---|---|---|---|---|",
 )
+TITLES = ("fault", "hits", "where", "commands until done, most", "recovery s, longest", "passed")
 CHECKED = (
     "",
     "Checked after each: the command ended as it says (exit code, error line); in the end"
@@ -182,25 +181,22 @@ def to_markdown(result: dict[str, Any]) -> str:
         f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
         f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
     )
-    lines = ["# Faults", "", head, "", *INTRODUCTION]
+    rows: list[tuple[Any, ...]] = []
     for name, what in result["kinds"].items():
         kind_hits = [trial for trial in hits if trial.kind == name]
         if name in result["not_run"]:
-            lines.append(f"| {what} | not run: {result['not_run'][name]} | | | | |")
+            rows.append((what, f"not run: {result['not_run'][name]}", "", "", "", ""))
         elif kind_hits:
             places = Counter(trial.phase.partition(",")[0] for trial in kind_hits)
-            where = ", ".join(
-                f"{phase} {count}" if count > 1 else phase for phase, count in places.items()
-            )
+            where = (f"{phase} {num}" if num > 1 else phase for phase, num in places.items())
             max_commands = max(len(trial.codes) for trial in kind_hits)
             longest = max(trial.recovery_s for trial in kind_hits)
-            lines.append(
-                f"| {what} | {len(kind_hits)} | {where} | {max_commands} | {longest:.0f} |"
-                f" {sum(trial.ok for trial in kind_hits)} of {len(kind_hits)} |"
-            )
+            passed = f"{sum(trial.ok for trial in kind_hits)} of {len(kind_hits)}"
+            num_hits = len(kind_hits)
+            rows.append((what, num_hits, ", ".join(where), max_commands, f"{longest:.0f}", passed))
         else:
-            lines.append(f"| {what} | 0 | | | | |")
-    lines += CHECKED
+            rows.append((what, 0, "", "", "", ""))
+    lines = ["# Faults", "", head, "", *INTRODUCTION, *table(TITLES, rows), *CHECKED]
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
     if refusals:
         lines += ["", "The second learner on a stage is refused:", "", f"    {refusals[0]}"]

@@ -321,8 +321,8 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
 def repeated_points(database: Path) -> list[str]:
     """Return descriptions of (metric, step) pairs that one MLflow run contains more than once."""
     columns = "run_uuid, key, step"
-    query = f"select {columns}, count(*) from metrics group by {columns} having count(*) > 1"  # noqa: S608
-    found = rows(database, query)
+    query = f"select {columns}, count(*) from metrics group by {columns}"  # noqa: S608
+    found = rows(database, f"{query} having count(*) > 1")
     return [f"{key} at step {step} of run {run}: {num} points" for run, key, step, num in found]
 
 

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,50 +33,40 @@ CONTEXT = 2048
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
 
 
+shape = partial(ModelConfig, context_tokens=CONTEXT)
+# Qwen2.5's dimensions, weights drawn at random
+GPU_1_5B = shape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, mlp_size=8960)
+GPU_7B = shape(hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_size=18_944)
+TINY = shape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=96)
+
+
 @dataclass(frozen=True)
 class Size:
-    device: str
-    dtype: torch.dtype
-    model: ModelConfig
-    vocab_size: int
-    num_episodes: int
-    concurrency: int
-    rounds: int
-    sequences: int  # whose log-probabilities are compared
-    matmul: int  # side of a square
-    copied: int  # bytes
-    staged: tuple[str, ...]  # overrides of the staged run
-    trained: tuple[int, ...]  # lengths of the sequences of an update
-    mixed: tuple[int, ...]  # lengths of sequences that differ
-    prompt_tokens: int  # of a request
-    new_tokens: int
+    """Sizes of all cases; by default those on a GPU."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    model: ModelConfig = field(default_factory=lambda: GPU_1_5B)
+    vocab_size: int = 151_936
+    num_episodes: int = 512
+    concurrency: int = 256
+    rounds: int = 3
+    sequences: int = 64  # whose log-probabilities are compared
+    matmul: int = 8192  # side of a square
+    copied: int = 4 << 30  # bytes
+    staged: tuple[str, ...] = ("compute_device=cuda", "rollout.engine=vllm")  # of the staged run
+    trained: tuple[int, ...] = (2048,) * 8  # lengths of the sequences of an update
+    # lengths of sequences that differ
+    mixed: tuple[int, ...] = (256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+    prompt_tokens: int = 596  # of a request
+    new_tokens: int = 200
 
 
-shape = partial(ModelConfig, context_tokens=CONTEXT)
-# Qwen2.5-1.5B's dimensions, weights drawn at random
-GPU = Size(
-    "cuda",
-    torch.bfloat16,
-    shape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, mlp_size=8960),
-    vocab_size=151_936,
-    num_episodes=512,
-    concurrency=256,
-    rounds=3,
-    sequences=64,
-    matmul=8192,
-    copied=4 << 30,
-    staged=("compute_device=cuda", "rollout.engine=vllm"),
-    trained=(2048,) * 8,
-    mixed=(256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096),
-    prompt_tokens=596,
-    new_tokens=200,
-)
-# Qwen2.5-7B's
-GPU_7B = shape(hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_size=18_944)
+GPU = Size()
 DRY = Size(
     "cpu",
     torch.float32,
-    shape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=96),
+    TINY,
     vocab_size=300,
     num_episodes=6,
     concurrency=4,

@@ -176,8 +176,8 @@ def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
     """Run a Python program that writes JSON to the path in its last argument. Return that value,
     or None if the program failed or took too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
+    with kept(None) as folder:
+        path = folder / "result.json"
         words = [sys.executable, *arguments, str(path)]
         try:
             subprocess.run(words, cwd=ROOT, timeout=timeout_s, check=True)
@@ -250,11 +250,9 @@ def env_server(name: str, *, expert: bool = False, **settings: Any) -> Iterator[
     from agentgym.deploy.local import local_env
 
     env = EnvConfig(name=name, **settings)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        local_env(env, expert=expert, log_path=Path(folder) / "log") as (endpoint,),
-    ):
-        yield endpoint
+    with kept(None) as folder:
+        with local_env(env, expert=expert, log_path=folder / "log") as (endpoint,):
+            yield endpoint
 
 
 def free_port() -> int:
@@ -350,8 +348,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 def processes_at(port: int) -> list[psutil.Process]:
     """Return the local process that listens on the port, and its descendants."""
     for connection in psutil.net_connections(kind="tcp"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        if listens and connection.pid is not None:
+        is_bound = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_bound and connection.pid is not None:
             process = psutil.Process(connection.pid)
             return [process, *process.children(recursive=True)]
     return []
@@ -406,8 +404,8 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
     """Yield a worktree with the files of a commit and a link to this installation.
     state: its parent, by default a temporary folder.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tree = (state or Path(folder)) / commit
+    with kept(state) as folder:
+        tree = folder / commit
         tree.parent.mkdir(parents=True, exist_ok=True)
         if not tree.exists():
             git("worktree", "add", "--detach", str(tree), commit)
@@ -418,25 +416,18 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
             git("worktree", "remove", "--force", str(tree))
 
 
-def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Return the manifests of the finished stages, in order. names: only these stages."""
+def stage_points(cfg: Any) -> list[Any]:
+    """Return the finished stages' points, one per optimizer step."""
     from agentgym.pipeline.table import finished, open_store
-    from agentgym.steps.step import stages
-
-    store = open_store(cfg)
-    done = finished(cfg, store)
-    names = names or [stage.name for stage in stages(cfg.horizon)]
-    return [commit for name in names for commit in store.history(name, done[name].key)]
-
-
-def stage_points(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Return finished stages' points, one per optimizer step. names: only these stages."""
-    from agentgym.pipeline.table import open_store
     from agentgym.steps.context import METRICS
+    from agentgym.steps.step import stages
     from agentgym.tracking.points import decode_points
 
     store = open_store(cfg)
-    blobs = (store.read(commit, METRICS) for commit in stage_commits(cfg, names))
+    done = finished(cfg, store)
+    names = [stage.name for stage in stages(cfg.horizon)]
+    commits = [commit for name in names for commit in store.history(name, done[name].key)]
+    blobs = (store.read(commit, METRICS) for commit in commits)
     return [point for blob in blobs for point in decode_points(blob)]
 
 
