@@ -250,9 +250,8 @@ def env_server(name: str, *, expert: bool = False, **settings: Any) -> Iterator[
     from agentgym.deploy.local import local_env
 
     env = EnvConfig(name=name, **settings)
-    with kept(None) as folder:
-        with local_env(env, expert=expert, log_path=folder / "log") as (endpoint,):
-            yield endpoint
+    with kept(None) as path, local_env(env, expert=expert, log_path=path / "log") as (endpoint,):
+        yield endpoint
 
 
 def free_port() -> int:
@@ -434,7 +433,7 @@ def stage_points(cfg: Any) -> list[Any]:
 def main() -> None:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "__main__" in text and path != Path(__file__):
+        if 'if __name__ == "__main__"' in text and path != Path(__file__):
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
             print(f"{path.stem:14} {about}")
 
