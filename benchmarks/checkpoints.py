@@ -72,18 +72,14 @@ ROUNDS = 3
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "checkpoints.json")
-    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+    chosen = parser_of(__doc__, "checkpoints.json").parse_args()
+    with tempfile.TemporaryDirectory() as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
     write(chosen.out, result)
     print(json.dumps(result, indent=1))
-    within = [
-        *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
-        *(ratio <= TIME_LIMIT for row in result["ranks"] for ratio in row["time_to_copy"].values()),
-    ]
-    return 0 if all(within) else 1
+    memory = max(result["memory_of_two_to_one"].values())
+    time_to_copy = max(max(row["time_to_copy"].values()) for row in result["ranks"])
+    return int(memory > MEMORY_LIMIT or time_to_copy > TIME_LIMIT)
 
 
 def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
@@ -172,13 +168,8 @@ def ranks(
     program: the script that accepts `--rank FOLDER RANK SIZE`.
     """
     folder.mkdir()
-    request = {
-        "root": str(folder.parent / "store"),
-        "architecture": architecture,
-        "weights": weights,
-        "blobs": blobs or weights,
-        "resumes": bool(blobs),
-    }
+    request = {"root": str(folder.parent / "store"), "architecture": architecture}
+    request |= {"weights": weights, "blobs": blobs or weights, "resumes": bool(blobs)}
     (folder / "asked.json").write_text(json.dumps(request), encoding="utf-8")
     command = [sys.executable, str(program), "--rank", str(folder)]
     processes = [subprocess.Popen([*command, str(rank), str(size)]) for rank in range(size)]

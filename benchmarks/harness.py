@@ -415,18 +415,24 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
             git("worktree", "remove", "--force", str(tree))
 
 
+def stage_commits(cfg: Any) -> list[Any]:
+    """Return the manifests of the finished stages, in order."""
+    from agentgym.pipeline.table import finished, open_store
+    from agentgym.steps.step import stages
+
+    store, names = open_store(cfg), [stage.name for stage in stages(cfg.horizon)]
+    done = finished(cfg, store)
+    return [commit for name in names for commit in store.history(name, done[name].key)]
+
+
 def stage_points(cfg: Any) -> list[Any]:
     """Return the finished stages' points, one per optimizer step."""
-    from agentgym.pipeline.table import finished, open_store
+    from agentgym.pipeline.table import open_store
     from agentgym.steps.context import METRICS
-    from agentgym.steps.step import stages
     from agentgym.tracking.points import decode_points
 
     store = open_store(cfg)
-    done = finished(cfg, store)
-    names = [stage.name for stage in stages(cfg.horizon)]
-    commits = [commit for name in names for commit in store.history(name, done[name].key)]
-    blobs = (store.read(commit, METRICS) for commit in commits)
+    blobs = (store.read(commit, METRICS) for commit in stage_commits(cfg))
     return [point for blob in blobs for point in decode_points(blob)]
 
 

@@ -8,6 +8,7 @@ machine; writes docs/results/rival.json.
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 import shutil
@@ -15,11 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from harness import ROOT, config_in, env_server, output_of, parser_of, set_words, write
+import psutil
+from harness import ROOT, config_in, env_server, output_of, parser_of, repeated, set_words, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -39,6 +43,7 @@ WAYS = (  # TRL's interface, threads of torch
     ("environment_factory", 1),
     ("environment_factory", 2),
 )
+SAMPLE_S = 0.2
 TIMEOUT_S = 900.0
 
 
@@ -107,7 +112,8 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
         shutil.copytree(folder / "warm/store", f"{state}/store")
         settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
         command = ["-m", "agentgym", "step", "stage-1", *set_words(settings)]
-        output_of(command, timeout_s=TIMEOUT_S)
+        with watched() as samples:
+            output_of(command, timeout_s=TIMEOUT_S)
         opened = open_store(load_config(ROOT / "params.yaml", settings))
         heads = [head for head in opened.heads() if head.step == "stage-1"]
         (head,) = (head for head in heads if head.config["horizon"]["max_turns"] == [12])
@@ -119,7 +125,7 @@ def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
             }
             for point in committed_points(opened, "stage-1", head.key)
         ]
-    return rates(rows)
+    return rates(rows, samples)
 
 
 def trl(python: Path, folder: Path, way: str, threads: int, steps: int) -> dict[str, float]:
@@ -130,21 +136,51 @@ def trl(python: Path, folder: Path, way: str, threads: int, steps: int) -> dict[
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
-    with server as url:
+    with server as url, watched() as samples:
         env["TRL_SERVER_TOKEN"] = url.token
         command = [python, ROOT / "benchmarks/rival_trl.py", way, url, folder / "model"]
         command += [folder / "items.json", threads, steps, folder / "steps.jsonl"]
         subprocess.run(list(map(str, command)), check=True, timeout=TIMEOUT_S, env=env)
     lines = (folder / "steps.jsonl").read_text(encoding="utf-8").splitlines()
-    return rates([json.loads(line) for line in lines])
+    return rates([json.loads(line) for line in lines], samples)
 
 
-def rates(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+Samples = list[tuple[float, float, int]]  # time, CPU seconds so far, bytes
+
+
+@contextmanager
+def watched() -> Iterator[Samples]:
+    """Record the CPU time and the resident memory of all children of this process."""
+    samples: Samples = []
+    cpu: dict[int, float] = {}
+
+    def look() -> None:
+        resident = 0
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error), child.oneshot():
+                times = child.cpu_times()
+                cpu[child.pid] = max(cpu.get(child.pid, 0.0), times.user + times.system)
+                resident += child.memory_info().rss
+        samples.append((time.time(), sum(cpu.values()), resident))
+
+    with repeated(look, SAMPLE_S):
+        yield samples
+
+
+def rates(rows: Sequence[dict[str, float]], samples: Samples) -> dict[str, float]:
     """Return rates from the end of the first optimizer step to the end of the last."""
-    span = rows[-1]["time"] - rows[0]["time"]
+    first, last = rows[0]["time"], rows[-1]["time"]
+    num, span = len(rows) - 1, rows[-1]["time"] - rows[0]["time"]
+    times = [at for at, _, _ in samples]
+
+    def cpu(at: float) -> float:
+        return samples[min(bisect.bisect(times, at), len(times) - 1)][1]
+
     return {
         "episodes_per_s": round(sum(row["episodes"] for row in rows[1:]) / span, 1),
-        "step_s": round(span / (len(rows) - 1), 3),
+        "step_s": round(span / num, 3),
+        "cpu_step_s": round((cpu(last) - cpu(first)) / num, 3),
+        "peak_mib": round(max(resident for _, _, resident in samples) / 2**20),
         "success_first": round(rows[0]["reward"], 3),
         "success_last_3": round(statistics.mean(row["reward"] for row in rows[-3:]), 3),
     }

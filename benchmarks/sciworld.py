@@ -21,7 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
-from harness import completed, cpu_seconds, env_server, parser_of, read, write
+from harness import completed, cpu_seconds, env_server, parser_of, write
 
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
@@ -131,27 +131,20 @@ def _words(texts: tuple[str, ...]) -> list[str]:
 def main() -> None:
     parser = parser_of(__doc__, "sciworld_engine.json")
     parser.add_argument("--starts", type=int, default=3, help="cold starts, one after the other")
-    kept = "leave the other part of the file as it is"
-    parser.add_argument("--only", choices=["cold", "order"], help=kept)
     arguments = parser.parse_args()
-    result = read(arguments.out, {}) if arguments.only else {}
-    if arguments.only != "order":
-        result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
-        print(*result["cold_starts"], sep="\n")
-    if arguments.only != "cold":
-        ours, bound = play_ours(), play_stock(repeatable=True)
-        forwards, backwards = play_stock(), play_stock(backwards=True)
-        version = completed(["java", "-version"]).stderr.splitlines()[0]
-        result["order"] = {
-            "java": version,
-            "games": len(GAMES),
-            "turns": sum(len(transcript) for transcript in ours),
-            "ours_against_stock_under_our_options": differing(ours, bound),
-            "ours_against_stock": differing(ours, forwards),
-            "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
-        }
-        print(json.dumps(result["order"], indent=1))
-    write(arguments.out, result)
+    cold_starts = [cold_start() for _ in range(arguments.starts)]
+    ours, bound = play_ours(), play_stock(repeatable=True)
+    forwards, backwards = play_stock(), play_stock(backwards=True)
+    order = {
+        "java": completed(["java", "-version"]).stderr.splitlines()[0],
+        "games": len(GAMES),
+        "turns": sum(len(transcript) for transcript in ours),
+        "ours_against_stock_under_our_options": differing(ours, bound),
+        "ours_against_stock": differing(ours, forwards),
+        "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
+    }
+    write(arguments.out, {"cold_starts": cold_starts, "order": order})
+    print(json.dumps({"cold_starts": cold_starts, "order": order}, indent=1))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,18 @@
 
 Runs the default task, with the changes in BUDGET, at each `rollout.max_staleness`, one after
 another under each seed: unchanged, and with a learner so slow that each batch reaches the maximal
-staleness.
+staleness. Before, a run four updates ahead is killed at random moments and must learn from every
+item once.
 Cells that docs/results/staleness.json contains are not repeated; that file is rewritten after each.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,8 +24,14 @@ from unittest import mock
 
 import harness
 
+from agentgym.audit import audit
+from agentgym.config import RunConfig
+from agentgym.data.check import load_data
+from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Manifest
 from agentgym.training.ahead import Ahead
 
 CASES = {
@@ -30,18 +39,36 @@ CASES = {
     "slow learner": (1, 4),  # at 0 a slow learner changes nothing
 }
 BUDGET = ("horizon.stage_steps=[6,6,8]", "evaluation.num_items=256")
+# settings of the run that is killed
+KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items_per_step=8")
+FAR = "rollout.max_staleness=4"
 LIMIT_S = 3600.0  # per run
 MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
+
+CHILD = """
+import sys
+from agentgym.config import load_config
+from agentgym.pipeline.run import run_with_parents
+cfg = load_config(overrides=sys.argv[1:])
+import agentgym.training.rl
+print("begins", flush=True)
+run_with_parents("stage-2", cfg)
+"""
 
 
 def main() -> int:
     parser = harness.parser_of(__doc__, "staleness.json", seeds=(0, 1), state=True)
+    parser.add_argument("--kills", type=int, default=6)
     chosen = parser.parse_args()
     os.chdir(harness.ROOT)
     set_process_defaults()
     result = harness.read(chosen.out, {"cells": []})
     result["settings"] = BUDGET
     with harness.kept(chosen.state) as folder:
+        if "killed" not in result:
+            result["killed"] = killed(folder / "killed", chosen.kills)
+            harness.write(chosen.out, result)
+            print(result["killed"])
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
             if any(key.items() <= cell.items() for cell in result["cells"]):
@@ -50,7 +77,7 @@ def main() -> int:
             result["summary"] = summary(result["cells"])
             harness.write(chosen.out, result)
             print(result["cells"][-1], flush=True)
-    return 0
+    return 0 if result["killed"]["each_item_once"] and result["killed"]["audit"] else 1
 
 
 def cells(seeds: list[int]) -> list[tuple[str, int, int]]:
@@ -122,6 +149,64 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
             most = max(cell["staleness_max"] for cell in matching)
             table.append({**row, "staleness_max": most, **means})
     return table
+
+
+def killed(folder: Path, kills: int) -> dict[str, Any]:
+    """Kill a run four updates ahead at random moments of its training, and restart it each time."""
+    settings = [*KILLED, FAR, "store.max_mib_per_minute=0"]
+    cfg = harness.config_in(folder, *settings)
+    settings.append(f"store.path={folder}/store")
+    run_with_parents("warm-start", cfg)
+    rng, durable, ahead = random.Random(0), [0], []  # noqa: S311  (kill times, no secrets)
+    while len(ahead) < kills:
+        wanted = durable[-1] + rng.randint(1, 2)
+        process = started(settings)
+
+        def reached(wanted: int = wanted, process: Any = process) -> bool:
+            return durable_step(cfg) >= wanted or process.poll() is not None
+
+        harness.wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
+        time.sleep(rng.uniform(0.0, 2.0))
+        process.kill()
+        if process.wait(LIMIT_S) == 0:
+            break  # the run ended before all kills were done
+        durable.append(durable_step(cfg))
+        last = max(stage_heads(cfg), key=lambda head: int(head.state["global_step"]))
+        ahead.append(len(last.state["ahead"]))
+    if code := started(settings).wait(LIMIT_S):
+        raise RuntimeError(f"the run after the kills ended with code {code}")
+    commits = harness.stage_commits(cfg)
+    consumed = [item for commit in commits for item in commit.state["consumed"]]
+    stream = [item.item_id for item in train_stream(cfg, load_data(cfg), {}).next(len(consumed))]
+    staleness_by_step = [point.metrics["sync/staleness_max"] for point in harness.stage_points(cfg)]
+    return {
+        "settings": [*KILLED, FAR],
+        "kills": len(ahead),
+        "durable_step_after_each": durable[1:],
+        "batches_ahead_at_each": ahead,  # per the last commit; they were sampled again
+        "optimizer_steps": len(commits),
+        "items": len(consumed),
+        "each_item_once": consumed == stream and len(set(consumed)) == len(consumed),
+        "staleness_max": int(max(staleness_by_step)),
+        "audit": audit(cfg, num_episodes=8).ok,
+    }
+
+
+def started(settings: list[str]) -> subprocess.Popen[bytes]:
+    """Start a run of both stages; return it once it is about to begin."""
+    command = [sys.executable, "-c", CHILD, *settings]
+    process = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def stage_heads(cfg: RunConfig) -> list[Manifest]:
+    return [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
+
+
+def durable_step(cfg: RunConfig) -> int:
+    return max((int(head.state["global_step"]) for head in stage_heads(cfg)), default=0)
 
 
 if __name__ == "__main__":

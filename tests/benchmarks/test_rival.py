@@ -14,15 +14,18 @@ rival = imported("rival")
 
 
 def test_rates_begin_with_the_end_of_the_first_optimizer_step(rival):
-    # step 1 ends at 10 s, steps 2 and 3 take 2 s each
+    # step 1 ends at 10 s, steps 2 and 3 take 2 s each; CPU grows by 1.5 a second
     rows = [
         {"time": 10.0, "episodes": 128, "reward": 0.25},
         {"time": 12.0, "episodes": 128, "reward": 0.5},
         {"time": 14.0, "episodes": 64, "reward": 0.75},
     ]
-    assert rival.rates(rows) == {
+    samples = [(float(at), 1.5 * at, at << 20) for at in range(20)]
+    assert rival.rates(rows, samples) == {
         "episodes_per_s": 48.0,
         "step_s": 2.0,
+        "cpu_step_s": 3.0,
+        "peak_mib": 19,
         "success_first": 0.25,
         "success_last_3": 0.5,
     }

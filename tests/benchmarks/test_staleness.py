@@ -48,3 +48,15 @@ def test_the_summary_is_of_the_cells_and_the_page_has_its_rows(measured):
             f" {100 * row['avg_at_4']:.1f} % | {row['train_cpu_s']:.1f} |"
             f" {100 * row['learner_idle_frac']:.0f} % | {largest_kl:.3f} | {least_ess:.2f} |"
         ) in PAGE
+
+
+def test_killed_often_it_learned_from_every_item_once(measured):
+    killed = measured["killed"]
+    assert killed["kills"] >= 3
+    # after every kill there were batches made ahead that no step had consumed
+    assert len(killed["batches_ahead_at_each"]) == killed["kills"]
+    assert max(killed["batches_ahead_at_each"]) > 1
+    assert killed["items"] == killed["optimizer_steps"] * 8 == 128
+    assert killed["each_item_once"]
+    assert killed["audit"]
+    assert killed["staleness_max"] <= 4
