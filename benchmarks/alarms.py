@@ -8,16 +8,14 @@ the worst value that each alarm measured; runs that the file contains are not re
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from harness import ROOT, origin, parser_of, read, stage_points
+from harness import config_in, kept, last_stage, origin, parser_of, read, stage_points
 
 from agentgym.algorithms.recipe import RECIPES
-from agentgym.config import AlarmsConfig, load_config
+from agentgym.config import AlarmsConfig
 from agentgym.pipeline.run import run_with_parents
-from agentgym.steps.step import stages
 from agentgym.tracking.points import RULES, Point, measured, tripped
 
 RUNS = {name: [f"algorithm.recipe={name}"] for name in RECIPES} | {
@@ -27,17 +25,15 @@ METRICS = sorted({name for rule in RULES.values() for name in rule.metrics})
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "alarms.json")
+    parser = parser_of(__doc__, "alarms.json", state=True)
     parser.add_argument("names", nargs="*", default=list(RUNS), metavar="NAME")
-    parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
     result = read(chosen.out, {"runs": {}})
-    with tempfile.TemporaryDirectory() as folder:
+    with kept(chosen.state) as folder:
         for name in chosen.names:
             if name not in result["runs"]:
-                store = f"store.path={chosen.state or folder}/store"
-                cfg = load_config(ROOT / "params.yaml", [*RUNS[name], store])
-                run_with_parents(stages(cfg.horizon)[-1].name, cfg)
+                cfg = config_in(folder, *RUNS[name])
+                run_with_parents(last_stage(cfg), cfg)
                 result["runs"][name] = rows(stage_points(cfg))
                 result["worst"] = {
                     title: worst(points(row)) for title, row in result["runs"].items()

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of, write
+from harness import ROOT, config_in, kept, parser_of, write
 
 from agentgym.defaults import set_process_defaults
 
 set_process_defaults()
 
-from agentgym.config import load_config  # noqa: E402
 from agentgym.evaluation.protocol import EvaluationRequest  # noqa: E402
 from agentgym.pipeline.policy_evaluation import evaluate_policy  # noqa: E402
 
@@ -34,18 +32,15 @@ DATA = ROOT / "data/AgentGym-RL-Data-ID"
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "baselines.json")
+    parser = parser_of(__doc__, "baselines.json", state=True)
     parser.add_argument("--items", type=int, help="most items per environment")
     parser.add_argument("--env", action="append", choices=PLAYED, help="may be repeated")
-    parser.add_argument(
-        "--state", type=Path, help="folder to keep and to resume from (default: none)"
-    )
     arguments = parser.parse_args()
     table: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="agentgym-baselines-") as folder:
+    with kept(arguments.state) as folder:
         for env in arguments.env or PLAYED:
             for policy in ("expert", "random"):
-                row = played(policy, env, arguments.items, arguments.state or Path(folder))
+                row = played(policy, env, arguments.items, folder)
                 table.setdefault(env, {})[policy] = row
                 print(f"{env} {policy}: {json.dumps(row)}", flush=True)
     write(arguments.out, {"environments": table})
@@ -66,13 +61,9 @@ def played(policy: str, env: str, limit: int | None, folder: Path) -> dict[str, 
         "min_coverage": 0.0,
     }
     # default options: `env` of params.yaml is BabyAI with custom levels
-    cfg = load_config(
-        ROOT / "params.yaml",
-        [f"store.path={folder}/state/store", "env.options={}", f"data.path={DATA}"],
-    )
-    evaluation = evaluate_policy(
-        cfg, EvaluationRequest(policy=policy, envs=(env,), changes=changes)
-    )
+    cfg = config_in(folder, "env.options={}", f"data.path={DATA}")
+    request = EvaluationRequest(policy=policy, envs=(env,), changes=changes)
+    evaluation = evaluate_policy(cfg, request)
     numbers = evaluation.result.numbers[env]
     exceptions = [
         f"{slot.item_id}: {slot.outcome}{f' {slot.failed[-1].error}' if slot.failed else ''}"

@@ -10,8 +10,10 @@ Writes docs/results/faults.md and faults.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import random
 import shutil
 import signal
@@ -21,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -44,7 +46,7 @@ from chaos_project import (
     last_line,
     num_versions,
 )
-from harness import POLL_S, origin, parser_of, read
+from harness import POLL_S, origin, parser_of, read, table
 
 KINDS = HERE | ON_CLUSTER
 FAILED = (RuntimeError, OSError, KeyError, subprocess.SubprocessError, psutil.Error)
@@ -59,9 +61,8 @@ INTRODUCTION = (
     " undisturbed run. Then the same command is",
     "given again until it ends.",
     "",
-    "| fault | hits | where | commands until done, most | recovery s, longest | passed |",
-    "|---|---|---|---|---|---|",
 )
+TITLES = ("fault", "hits", "where", "commands until done, most", "recovery s, longest", "passed")
 CHECKED = (
     "",
     "Checked after each: the command ended as it says (exit code, error line); in the end"
@@ -180,25 +181,22 @@ def to_markdown(result: dict[str, Any]) -> str:
         f" {result['machine']['cores']} cores of {', '.join(result['machine']['cpu'])}"
         f" ({result['wall_s'] / 60:.0f} minutes); every trial is in `faults.json`."
     )
-    lines = ["# Faults", "", head, "", *INTRODUCTION]
+    rows: list[tuple[Any, ...]] = []
     for name, what in result["kinds"].items():
         kind_hits = [trial for trial in hits if trial.kind == name]
         if name in result["not_run"]:
-            lines.append(f"| {what} | not run: {result['not_run'][name]} | | | | |")
+            rows.append((what, f"not run: {result['not_run'][name]}", "", "", "", ""))
         elif kind_hits:
             places = Counter(trial.phase.partition(",")[0] for trial in kind_hits)
-            where = ", ".join(
-                f"{phase} {count}" if count > 1 else phase for phase, count in places.items()
-            )
+            where = (f"{phase} {num}" if num > 1 else phase for phase, num in places.items())
             max_commands = max(len(trial.codes) for trial in kind_hits)
             longest = max(trial.recovery_s for trial in kind_hits)
-            lines.append(
-                f"| {what} | {len(kind_hits)} | {where} | {max_commands} | {longest:.0f} |"
-                f" {sum(trial.ok for trial in kind_hits)} of {len(kind_hits)} |"
-            )
+            passed = f"{sum(trial.ok for trial in kind_hits)} of {len(kind_hits)}"
+            num_hits = len(kind_hits)
+            rows.append((what, num_hits, ", ".join(where), max_commands, f"{longest:.0f}", passed))
         else:
-            lines.append(f"| {what} | 0 | | | | |")
-    lines += CHECKED
+            rows.append((what, 0, "", "", "", ""))
+    lines = ["# Faults", "", head, "", *INTRODUCTION, *table(TITLES, rows), *CHECKED]
     refusals = [note for trial in hits if trial.kind == "two-learners" for note in trial.notes[:1]]
     if refusals:
         lines += ["", "The second learner on a stage is refused:", "", f"    {refusals[0]}"]
@@ -227,26 +225,18 @@ def main() -> int:
     at_a_time = "trials at a time, each in a copy of its own"
     parser.add_argument("--parallel", type=int, default=2, help=at_a_time)
     arguments = parser.parse_args()
-    names = arguments.kinds or (list(SHORT) if arguments.short else list(KINDS))
+    names = arguments.kinds or list(SHORT if arguments.short else KINDS)
     # a shell's background job ignores SIGINT, and its child processes would inherit that
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.default_int_handler)
     kills = len(names) if arguments.short else arguments.kills
     earlier = read(arguments.out.with_suffix(".json")) if arguments.again else None
-    out = arguments.out.with_name(f"{arguments.out.stem}-again.md") if earlier else arguments.out
-    result = run([KINDS[name] for name in names], kills, arguments.seed, out, arguments.parallel)
-    if earlier:
-        result = instead(earlier, result, names)
-        save(arguments.out, result)
-        for part in (out, out.with_suffix(".json")):
-            part.unlink(missing_ok=True)
-        other_trials = [trial for trial in earlier["trials"] if trial["kind"] not in names]
-        kills += sum(trial["hit"] for trial in other_trials)
+    kinds = [KINDS[name] for name in names]
+    result = run(kinds, kills, arguments.seed, arguments.out, arguments.parallel, earlier)
     print(to_markdown(result))
-    if len(result["not_run"]) == len(names):
-        return 1
-    num_hits = sum(trial["hit"] for trial in result["trials"])
-    return 0 if num_hits == kills and all(Trial(**trial).ok for trial in result["trials"]) else 1
+    trials = [Trial(**trial) for trial in result["trials"]]
+    num_hits = sum(trial.hit and trial.kind in names for trial in trials)
+    return 0 if num_hits == kills and all(trial.ok for trial in trials) else 1
 
 
 def save(out: Path, result: dict[str, Any]) -> None:
@@ -256,154 +246,127 @@ def save(out: Path, result: dict[str, Any]) -> None:
     out.write_text(to_markdown(result), encoding="utf-8")
 
 
-def instead(
-    earlier: dict[str, Any], result: dict[str, Any], names: Sequence[str]
-) -> dict[str, Any]:
-    """Merge the new trials of the named kinds into the earlier report, with both commands."""
-    other_trials = [trial for trial in earlier["trials"] if trial["kind"] not in names]
-    union = {key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")}
-    command = f"{earlier['command']}`, then `{result['command']}"
-    names_of = [cpu_name for part in (earlier, result) for cpu_name in part["machine"]["cpu"]]
+def begun(kinds: Sequence[Kind], earlier: dict[str, Any] | None, **facts: Any) -> dict[str, Any]:
+    """Return a report without trials of these kinds: a new one, or with all else of an earlier."""
+    result: dict[str, Any] = {
+        **origin(),
+        **facts,
+        "wall_s": 0.0,
+        "kinds": {name: kind.what for name, kind in KINDS.items() if kind in kinds},
+        "not_run": {kind.name: reason for kind in kinds if (reason := kind.setting.missing())},
+        "references": {},
+        "trials": [],
+    }
+    if not earlier:
+        return result
+    names = [kind.name for kind in kinds]
+    cpu = [*earlier["machine"]["cpu"], *result["machine"]["cpu"]]
     return {
         **earlier,
-        **union,
-        "machine": {**earlier["machine"], "cpu": list(dict.fromkeys(names_of))},
-        "command": command,
-        "wall_s": earlier["wall_s"] + result["wall_s"],
-        "trials": other_trials + result["trials"],
+        **{key: {**earlier[key], **result[key]} for key in ("kinds", "not_run", "references")},
+        "machine": {**earlier["machine"], "cpu": list(dict.fromkeys(cpu))},
+        "command": f"{earlier['command']}`, then `{result['command']}",
+        "trials": [trial for trial in earlier["trials"] if trial["kind"] not in names],
     }
 
 
 @dataclass
 class Campaign:
-    """Trials of a call, shared by the lanes that run them, one project per lane."""
+    """Trials of a call. Each lane, a project, takes all kinds of one setting at a time."""
 
-    kinds: Sequence[Kind]
-    wanted: dict[str, int]  # kind -> faults that must hit
+    wanted: dict[Kind, int]  # kind -> faults that must hit
     seed: int
     out: Path
     result: dict[str, Any]
-    began: float = field(default_factory=time.monotonic)
-    lock: threading.Condition = field(default_factory=threading.Condition)
-    tries: Counter[str] = field(default_factory=Counter)
-    at_work: list[Kind] = field(default_factory=list)
-    references: dict[Setting, Reference] = field(default_factory=dict)
     stopped: bool = False
+    began: float = field(default_factory=time.monotonic)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    ray: threading.Lock = field(default_factory=threading.Lock)  # one Ray cluster fits in memory
+    lanes: queue.SimpleQueue[Project] = field(default_factory=queue.SimpleQueue)
 
-    def next(self) -> tuple[Kind, int] | None:
-        """Return (kind, number of the trial) when a trial can start; None when all are done.
-        Not every fault hits its victim: up to TRIES trials for each.
-        """
-        with self.lock:
-            while not self.stopped:
-                hits = Counter(trial["kind"] for trial in self.result["trials"] if trial["hit"])
-                under_way = Counter(kind.name for kind in self.at_work)
-                left = [
-                    kind
-                    for kind in self.kinds
-                    if hits[kind.name] + under_way[kind.name] < self.wanted[kind.name]
-                    and self.tries[kind.name] < TRIES * self.wanted[kind.name]
-                ]
-                at_work = self.at_work
-                free = [k for k in left if not any(self.disturb(k, other) for other in at_work)]
-                if free:
-                    kind = min(free, key=lambda kind: self.tries[kind.name])
-                    self.at_work.append(kind)
-                    self.tries[kind.name] += 1
-                    return kind, self.tries[kind.name] - 1
-                if not left and not self.at_work:
-                    return None
-                self.lock.wait()  # for a trial under way: it may miss
-            return None
+    def __post_init__(self) -> None:
+        self.before_s = self.result["wall_s"]
 
-    def disturb(self, kind: Kind, other: Kind) -> bool:
-        """Return True if both use Ray (memory), or one setting that is not observed yet."""
-        return (kind.setting.is_ray and other.setting.is_ray) or (
-            kind.setting == other.setting and kind.setting not in self.references
-        )
-
-    def run(self, lane: Project) -> None:
-        """Run trials one after the other until none is left."""
-        while (work := self.next()) is not None:
-            kind, number = work
-            try:
-                if kind.setting not in self.references:
-                    same = [other for other in self.kinds if other.setting == kind.setting]
-                    self.references[kind.setting] = observe(lane, kind.setting, same)
-                    names = ", ".join(other.name for other in same)
-                    self.result["references"][names] = asdict(self.references[kind.setting])
-                    with self.lock:
-                        self.lock.notify_all()  # others of this setting may begin
-                reference = self.references[kind.setting]
-                trial = attempt(lane, kind, reference, self.seed, number)
-                if not trial.hit:
-                    self.references[kind.setting] = reference.faster(trial.at_s)
-            except FAILED as error:  # the other trials still count
-                lane.end()
-                why = f"{type(error).__name__}: {error}"[-1000:]
-                trial = Trial(kind.name, number, failures={"ended": [why]})
-            with self.lock:
-                self.at_work.remove(kind)
-                if not self.stopped:
+    def run(self, setting: Setting) -> None:
+        """Run the trials of all kinds of a setting, in a free lane."""
+        kinds = [kind for kind in self.wanted if kind.setting == setting]
+        with self.ray if setting.is_ray else contextlib.nullcontext():
+            lane, reference = self.lanes.get(), None
+            for kind in kinds:
+                for number in self.numbers(kind):
+                    try:
+                        if reference is None:
+                            reference = observe(lane, setting, kinds)
+                            names = ", ".join(other.name for other in kinds)
+                            self.result["references"][names] = asdict(reference)
+                        trial = attempt(lane, kind, reference, self.seed, number)
+                        if not trial.hit:
+                            reference = reference.faster(trial.at_s)
+                    except FAILED as error:  # the other trials still count
+                        lane.end()
+                        why = f"{type(error).__name__}: {error}"[-1000:]
+                        trial = Trial(kind.name, number, failures={"ended": [why]})
                     self.note(lane, kind, trial)
-                self.lock.notify_all()
+            self.lanes.put(lane)
+
+    def numbers(self, kind: Kind) -> Iterator[int]:
+        """Yield the numbers of a kind's trials until enough have hit their victim: up to TRIES
+        for each.
+        """
+        for number in range(TRIES * self.wanted[kind]):
+            trials = [trial for trial in self.result["trials"] if trial["kind"] == kind.name]
+            if self.stopped or sum(trial["hit"] for trial in trials) == self.wanted[kind]:
+                return
+            yield number
 
     def note(self, lane: Project, kind: Kind, trial: Trial) -> None:
         """Record the trial in the report; copy the logs of a failed one next to it."""
-        now = time.monotonic() - self.began
-        verdict = "ok" if trial.ok else "FAILED"
-        print(f"{now:6.0f} s  {kind.what}: {verdict} {asdict(trial)}", flush=True)
-        self.result["trials"].append(asdict(trial))
-        self.result["wall_s"] = now
-        save(self.out, self.result)
+        with self.lock:
+            if self.stopped:
+                return
+            now = time.monotonic() - self.began
+            verdict = "ok" if trial.ok else "FAILED"
+            print(f"{now:6.0f} s  {kind.what}: {verdict} {asdict(trial)}", flush=True)
+            self.result["trials"].append(asdict(trial))
+            self.result["wall_s"] = self.before_s + now
+            save(self.out, self.result)
         if not trial.ok:
             folder = self.out.with_suffix("") / f"{trial.kind}-{trial.number}"
             folder.mkdir(parents=True, exist_ok=True)
             for log in [*lane.scratch.glob("*.log"), *lane.state.glob("logs/*.log")]:
                 shutil.copy(log, folder)
 
-    def stop(self, lanes: Sequence[Project]) -> None:
-        """Stop all lanes: no lane starts another trial, and running processes are killed."""
-        with self.lock:
-            self.stopped = True
-            self.lock.notify_all()
-        for lane in lanes:
-            lane.close()
 
-
-def run(kinds: Sequence[Kind], kills: int, seed: int, out: Path, parallel: int) -> dict[str, Any]:
+def run(
+    kinds: Sequence[Kind],
+    kills: int,
+    seed: int,
+    out: Path,
+    parallel: int,
+    earlier: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """Run all trials. The report is written after each, so that an interrupted run has one."""
-    not_run = {kind.name: reason for kind in kinds if (reason := kind.setting.missing())}
-    kinds = [kind for kind in kinds if kind.name not in not_run]
-    result: dict[str, Any] = {
-        **origin(),
-        "seed": seed,
-        "parallel": parallel,
-        "kinds": {
-            name: kind.what for name, kind in KINDS.items() if kind in kinds or name in not_run
-        },
-        "not_run": not_run,
-        "references": {},
-        "trials": [],
-    }
-    wanted = {
-        kind.name: kills // len(kinds) + (index < kills % len(kinds))
-        for index, kind in enumerate(kinds)
-    }
-    campaign = Campaign(kinds, wanted, seed, out, result)
+    result = begun(kinds, earlier, seed=seed, parallel=parallel)
+    kinds = [kind for kind in kinds if kind.name not in result["not_run"]]
+    shares = [kills // len(kinds) + (i < kills % len(kinds)) for i in range(len(kinds))]
+    campaign = Campaign(dict(zip(kinds, shares, strict=True)), seed, out, result)
+    settings = dict.fromkeys(kind.setting for kind in kinds)
     with tempfile.TemporaryDirectory(
         prefix="agentgym-chaos-", ignore_cleanup_errors=True
     ) as folder:
         lanes: list[Project] = []
-        with ThreadPoolExecutor(parallel) as pool:
+        with ThreadPoolExecutor(len(settings) or 1) as pool:
             try:
-                for number in range(min(parallel, sum(wanted.values()))):
+                for number in range(min(parallel, len(settings))):
                     (Path(folder) / str(number)).mkdir()
                     lanes.append(Project(Path(folder) / str(number)))
-                for work in as_completed([pool.submit(campaign.run, lane) for lane in lanes]):
+                    campaign.lanes.put(lanes[-1])
+                for work in as_completed([pool.submit(campaign.run, one) for one in settings]):
                     work.result()
             finally:
-                campaign.stop(lanes)
+                campaign.stopped = True  # no other trial starts, and running processes are killed
+                for lane in lanes:
+                    lane.close()
     return result
 
 

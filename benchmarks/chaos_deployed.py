@@ -75,10 +75,9 @@ class Cluster:
         wait_for(ready, START_TIMEOUT_S, f"nodes {names} do not come up", log=log)
 
     def not_ready(self, names: tuple[str, ...]) -> list[str]:
-        listed = json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
         ready = {
             node["metadata"]["name"]
-            for node in listed
+            for node in json.loads(self.kubectl("get", "nodes", "--output=json"))["items"]
             for condition in node["status"].get("conditions", ())
             if (condition["type"], condition["status"]) == ("Ready", "True")
         }
@@ -89,8 +88,7 @@ class Cluster:
         alive = {}
         for program in self.programs:
             with contextlib.suppress(OSError, ValueError):
-                pids = read(program / "nodes.json")["nodes"]
-                for name, pid in pids.items():
+                for name, pid in read(program / "nodes.json")["nodes"].items():
                     with contextlib.suppress(psutil.Error):
                         process = psutil.Process(pid)
                         if process.status() != psutil.STATUS_ZOMBIE:
@@ -126,9 +124,7 @@ def control_plane() -> Iterator[Cluster]:
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         stack.callback(subprocess.run, [script, "down", str(plane)], check=False, timeout=60)
-        subprocess.run(
-            [script, "up", str(plane)], check=True, timeout=START_TIMEOUT_S, capture_output=True
-        )
+        output_of([script, "up", plane], timeout_s=START_TIMEOUT_S)
         kube_cluster = Cluster(folder, stack)
         hollow = kube_cluster.kubectl("get", "nodes", "--output=name").split()
         kube_cluster.kubectl("cordon", *hollow)  # no container runs there
@@ -190,6 +186,7 @@ class Deployed:
 
     def _volume(self, claim: str, folder: Path) -> Any:
         folder.mkdir(parents=True, exist_ok=True)
+        namespace = self.flows if claim == STATE else self.namespace
         return {
             "apiVersion": "v1",
             "kind": "PersistentVolume",
@@ -199,10 +196,7 @@ class Deployed:
                 "accessModes": ["ReadWriteOnce"],
                 "persistentVolumeReclaimPolicy": "Retain",
                 "hostPath": {"path": str(folder)},
-                "claimRef": {
-                    "namespace": self.flows if claim == STATE else self.namespace,
-                    "name": claim,
-                },
+                "claimRef": {"namespace": namespace, "name": claim},
             },
         }
 
@@ -234,11 +228,10 @@ class Deployed:
 
     def address(self, service: str) -> str:
         """Return `host:port` of the ready pod behind the service. Errors: RuntimeError."""
-        for endpoints in self.get("endpoints"):
-            if endpoints["metadata"]["name"] == service:
-                for subset in endpoints.get("subsets") or ():
-                    for address in subset.get("addresses") or ():
-                        return f"{address['ip']}:{PORTS[service]}"
+        found = [one for one in self.get("endpoints") if one["metadata"]["name"] == service]
+        for subset in [subset for endpoints in found for subset in endpoints.get("subsets") or ()]:
+            for address in subset.get("addresses") or ():
+                return f"{address['ip']}:{PORTS[service]}"
         raise RuntimeError(f"no pod is ready behind service {service}")
 
 
@@ -252,7 +245,6 @@ def secret_of(name: str, values: Mapping[str, str], namespace: str = "") -> Any:
 @contextlib.contextmanager
 def forwarded(deployed: Deployed, service: str) -> Iterator[str]:
     """Yield a local `host:port` that leads to the pod behind a Service, also after its replacement.
-
     `kubectl port-forward` does the same, but needs features that the tests' nodes lack.
     """
     known: list[str] = []

@@ -16,20 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import chaos_servers as servers
 import psutil
 from chaos_project import GONE_WITHIN_S, Project, Trial
-from chaos_servers import (
-    MlflowServer,
-    S3Server,
-    mlflow_server,
-    no_mount,
-    no_ray,
-    ray_cluster,
-    s3_store,
-    services,
-    slow_disk,
-    small_disk,
-)
 from harness import set_words
 
 from agentgym.store.manifest import decode_commit
@@ -165,9 +154,8 @@ def fill_disk(scene: Scene, _: list[psutil.Process]) -> None:
         filler.unlink()
         log_text = scene.log.read_text(errors="replace", encoding="utf-8")
         if scene.process.returncode and not re.search(r"(?i)no space left|disk is full", log_text):
-            scene.trial.failures["command"] = [
-                f"the error does not say that the disk is full: {log_text[-300:]!r}"
-            ]
+            wrong = f"the error does not say that the disk is full: {log_text[-300:]!r}"
+            scene.trial.fail("command", wrong)
 
     scene.mend = mend
 
@@ -209,7 +197,7 @@ def writing(folder: str, pattern: str) -> Victims:
 
 def num_commits(project: Project) -> int:
     """Return the number of stage 1's commits in its store."""
-    if isinstance(project.server, S3Server):
+    if isinstance(project.server, servers.S3Server):
         return len(project.server.commits())
     return len(list(project.state.glob("store/steps/stage-1-*/manifests/*.json")))
 
@@ -258,7 +246,7 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
     kill_after_two(scene, victims)
 
     def mend() -> None:
-        server: S3Server = scene.project.server
+        server: servers.S3Server = scene.project.server
         name, commit = server.newest()
         if digest := chosen_file(scene, commit, f"lost ({name})"):
             key = name.partition("manifests/")[0] + f"blobs/{digest}"
@@ -280,10 +268,8 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
         return
     scene.trial.notes += line
     if other.returncode != 1 or not re.search(holder, line[0]):
-        scene.trial.failures["command"] = [
-            f"the second learner was not refused with who holds the stage: {other.returncode},"
-            f" {line[0]!r}"
-        ]
+        wrong = "the second learner was not refused with who holds the stage"
+        scene.trial.fail("command", f"{wrong}: {other.returncode}, {line[0]!r}")
     KILL(scene, victims)
 
 
@@ -294,7 +280,7 @@ def holds_stage(project: Project, process: subprocess.Popen[bytes]) -> list[psut
 
 def kill_mlflow(scene: Scene, _: list[psutil.Process]) -> None:
     """Kill the server and restart it some seconds later."""
-    server: MlflowServer = scene.project.server
+    server: servers.MlflowServer = scene.project.server
     server.kill()
     away_s = scene.chance.uniform(0, 20)
     time.sleep(away_s)
@@ -319,28 +305,30 @@ def lose_node(scene: Scene, victims: list[psutil.Process]) -> None:
 
 WHOLE = Setting(FLOW)
 STEP = Setting(STAGE, prepared=True)
-LEDGER = Setting(FLOW, around=mlflow_server, stays=r"mlflow.*server")
-SMALL_DISK = Setting(FLOW, around=small_disk, missing=no_mount)
+LEDGER = Setting(FLOW, around=servers.mlflow_server, stays=r"mlflow.*server")
+SMALL_DISK = Setting(FLOW, around=servers.small_disk, missing=servers.no_mount)
 DEPLOYED = Setting(
     ("-m", "prefect", "--no-prompt", "deployment", "run", "pipeline/local", "--watch"),
-    around=services,
+    around=servers.services,
     stays=".",
 )
 ON_RAY = ("--set", "ray.num_workers=2", "--set", "ray.placement_timeout_s=300", "--set")
-LOCAL_RAY = Setting((*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=no_ray, is_ray=True)
-JOINED_RAY = replace(LOCAL_RAY, around=partial(ray_cluster, fact="address"), stays=".")
+LOCAL_RAY = Setting(
+    (*STAGE, *ON_RAY, "compute=ray"), prepared=True, missing=servers.no_ray, is_ray=True
+)
+JOINED_RAY = replace(LOCAL_RAY, around=partial(servers.ray_cluster, fact="address"), stays=".")
 RAY_JOB = replace(
     JOINED_RAY,
     command=(*STAGE, *ON_RAY, "compute=ray-job"),
-    around=partial(ray_cluster, fact="dashboard"),
+    around=partial(servers.ray_cluster, fact="dashboard"),
 )
 TWO_RANKS = replace(
     LOCAL_RAY,
     command=(*STAGE, "--set", "ray.num_ranks=2", *ON_RAY, "compute=ray"),
-    around=slow_disk,
+    around=servers.slow_disk,
     gone_within_s=RAY_GONE_WITHIN_S,
 )
-ON_S3 = Setting((*STAGE, "--with-parents"), around=s3_store)
+ON_S3 = Setting((*STAGE, "--with-parents"), around=servers.s3_store)
 SERVER = matching(r"-m envs serve(?!.*--check)")
 PREFECT, MLFLOW = matching(r"-m services\.prefect_server"), matching(r"mlflow.*server")
 WORKER, RUN = r"-m services\.supervisor worker", r"-m prefect\.engine"

@@ -22,19 +22,13 @@ from typing import Any
 
 import psutil
 import yaml
-from harness import POLL_S, ROOT, completed, git, output_of, set_words
+from harness import POLL_S, ROOT, completed, git, output_of, processes_at, set_words
 
 # variable in the environment of every process of a project, by which they are found
 OWNER = "AGENTGYM_CHAOS_OWNER"
+LEVELS = {"levels": ["GoToRedBallNoDists"]}
 TINY = {  # every optimizer step has a learning signal
-    "env": {
-        "options": {
-            "levels": ["GoToRedBallNoDists"],
-            "view": "compact",
-            "actions": "low",
-            "reward": "binary",
-        }
-    },
+    "env": {"options": {**LEVELS, "view": "compact", "actions": "low", "reward": "binary"}},
     "model": {"hidden_size": 32, "num_heads": 1, "num_kv_heads": 1, "mlp_size": 64},
     "warm_start": {"num_demos": 60, "steps": 100, "batch_size": 16, "optimizer": {"lr": 0.005}},
     "rollout": {"items_per_step": 4, "group_size": 4, "temperature": 0.7},
@@ -84,15 +78,12 @@ class Project:
         for section, values in sections.items():
             params[section] |= values
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
-        for folder_path in (self.home, self.scratch):
-            folder_path.mkdir()
+        self.home.mkdir()
+        self.scratch.mkdir()
         # the last: processes start often here, and need their bytecode cache
         foreign = ("PREFECT_", "DVC_", "MLFLOW_", "HF_", "MPL", "RAY_", "PYTHONDONTWRITEBYTECODE")
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(foreign)
-        }
         self.environment = {
-            **inherited,
+            **{name: text for name, text in os.environ.items() if not name.startswith(foreign)},
             "HOME": str(self.home),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "PYTHONPATH": str(self.folder),
@@ -109,9 +100,8 @@ class Project:
     def must(self, *command: str) -> str:
         """Run a command; return its output. Errors: RuntimeError if it fails."""
         self.check_open()
-        return output_of(
-            command, cwd=self.folder, env=self.environment, timeout_s=COMMAND_TIMEOUT_S
-        )
+        places = {"cwd": self.folder, "env": self.environment}
+        return output_of(command, **places, timeout_s=COMMAND_TIMEOUT_S)
 
     def completed(
         self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S
@@ -131,7 +121,6 @@ class Project:
                 del self.environment[name]
 
     def check_open(self) -> None:
-        """Raise RuntimeError if this program is ending."""
         if self.closed:
             raise RuntimeError("interrupted")
 
@@ -151,18 +140,16 @@ class Project:
     def processes(self, pattern: str = "") -> list[psutil.Process]:
         """Return all live processes started here, at any depth, whose command line matches."""
         ours: dict[int, psutil.Process] = {}
-        for process in sorted(
-            set(psutil.process_iter()) - self.others, key=lambda process: process.pid
-        ):
+        new = set(psutil.process_iter()) - self.others
+        for process in sorted(new, key=lambda process: process.pid):
             with contextlib.suppress(psutil.Error):
                 if process.ppid() in ours or self.is_ours(process):
                     ours[process.pid] = process
         matches = []
         for process in ours.values():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and re.search(
-                    pattern, " ".join(process.cmdline())
-                ):
+                is_alive = process.status() != psutil.STATUS_ZOMBIE
+                if is_alive and re.search(pattern, " ".join(process.cmdline())):
                     matches.append(process)
         return matches
 
@@ -186,12 +173,10 @@ class Project:
     def phase(self) -> str:
         """Return the step that has its lease, and the number of its commits."""
         # copies keep the modification time
-        leases = sorted(
-            self.state.glob("store/steps/*/leases/*.json"), key=lambda path: path.stat().st_mtime
-        )
-        if not leases:
+        leases = self.state.glob("store/steps/*/leases/*.json")
+        last = max(leases, key=lambda path: path.stat().st_mtime, default=None)
+        if last is None:
             return "before the first step"
-        last = leases[-1]
         step = last.parents[1].name.rpartition("-")[0]
         if last.with_suffix(".released").exists():
             return f"after {step}"
@@ -227,19 +212,9 @@ class Project:
         """Return True if a process of the project, or an unknown one, listens on the port.
         A neighbor project may have been given a port that was ours.
         """
-        if not is_open(port):
-            return False
-        for connection in psutil.net_connections(kind="tcp"):
-            if (
-                connection.status == psutil.CONN_LISTEN
-                and connection.laddr.port == port
-                and connection.pid is not None
-            ):
-                with contextlib.suppress(psutil.Error):
-                    return psutil.Process(connection.pid).environ().get(OWNER) in (
-                        None,
-                        self.environment[OWNER],
-                    )
+        for process in processes_at(port)[:1] if is_open(port) else []:
+            with contextlib.suppress(psutil.Error):
+                return process.environ().get(OWNER) in (None, self.environment[OWNER])
         return is_open(port)
 
 
@@ -345,25 +320,16 @@ def audit_failures(audit: subprocess.CompletedProcess[str]) -> list[str]:
 
 def repeated_points(database: Path) -> list[str]:
     """Return descriptions of (metric, step) pairs that one MLflow run contains more than once."""
-    query = (
-        "select run_uuid, key, step, count(*) from metrics group by run_uuid, key, step having"
-        " count(*) > 1"
-    )
-    return [
-        f"{key} at step {step} of run {run}: {count} points"
-        for run, key, step, count in rows(database, query)
-    ]
+    columns = "run_uuid, key, step"
+    query = f"select {columns}, count(*) from metrics group by {columns}"  # noqa: S608
+    found = rows(database, f"{query} having count(*) > 1")
+    return [f"{key} at step {step} of run {run}: {num} points" for run, key, step, num in found]
 
 
 def repeated_models(database: Path) -> list[str]:
-    query = (
-        "select name, value, count(*) from model_version_tags where key = 'step_key' group by name,"
-        " value having count(*) > 1"
-    )
-    return [
-        f"checkpoint {value[:12]} is {count} versions of {name}"
-        for name, value, count in rows(database, query)
-    ]
+    query = "select name, value, count(*) from model_version_tags where key = 'step_key'"
+    found = rows(database, f"{query} group by name, value having count(*) > 1")
+    return [f"checkpoint {value[:12]} is {num} versions of {name}" for name, value, num in found]
 
 
 def num_versions(project: Project) -> int:
@@ -374,19 +340,15 @@ def num_versions(project: Project) -> int:
 def rows(database: Path, query: str) -> list[tuple[Any, ...]]:
     if not database.is_file():
         return []
-    with contextlib.closing(
-        sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=30)
-    ) as connection:
+    connecting = sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=30)
+    with contextlib.closing(connecting) as connection:
         return connection.execute(query).fetchall()
 
 
 def leftovers(state: Path) -> list[str]:
     """Return temporary files in the state, except those that the step's next commit removes."""
-    paths = [
-        path
-        for path in state.rglob(".tmp-*")
-        if path.parent.name not in ("blobs", "leases", "manifests")
-    ]
+    swept = ("blobs", "leases", "manifests")
+    paths = [path for path in state.rglob(".tmp-*") if path.parent.name not in swept]
     paths += [path for path in (state / "logs").glob("*") if path.suffix not in (".log", ".lock")]
     return [str(path.relative_to(state)) for path in paths]
 

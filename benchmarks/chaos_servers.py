@@ -65,9 +65,8 @@ def mlflow_server(project: Project) -> Iterator[tuple[str, ...]]:
 
 @contextlib.contextmanager
 def small_disk(project: Project) -> Iterator[tuple[str, ...]]:
-    subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(project.state)], check=True
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs"]
+    subprocess.run([*mount, str(project.state)], check=True)
     try:
         yield ()
     finally:
@@ -119,9 +118,8 @@ class S3Server:
     def commits(self) -> list[str]:
         """Return the keys of stage 1's commits, in order."""
         listed = self.client.list_objects_v2(Bucket=self.bucket, Prefix="run/steps/stage-1-")
-        return sorted(
-            row["Key"] for row in listed.get("Contents", ()) if "/manifests/" in row["Key"]
-        )
+        keys = [row["Key"] for row in listed.get("Contents", ())]
+        return sorted(key for key in keys if "/manifests/" in key)
 
     def newest(self) -> tuple[str, bytes]:
         """Return the key and content of the newest commit's file."""
@@ -195,8 +193,7 @@ class RayCluster:
 @contextlib.contextmanager
 def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
     """Start a Ray cluster of two nodes with two CPUs each, and an environment server for both.
-
-    Yields overrides; `fact` chooses the cluster's address or its dashboard.
+    Yield overrides; `fact` chooses the cluster's address or its dashboard.
     """
     folder = Path(tempfile.mkdtemp(prefix="agc-", dir="/tmp"))  # a socket's path has 107 bytes
     project.environment |= ray_variables(secrets.token_hex(32))
@@ -218,10 +215,10 @@ def ray_cluster(project: Project, fact: str) -> Iterator[tuple[str, ...]]:
     host, port = "127.0.0.2", free_port()
     serve = ["-m", "envs", "serve", "babyai", "--options", json.dumps(params["env"]["options"])]
     serve += ["--host", host, "--port", str(port)]
-    environment = project.start(serve, project.scratch / "environment.log")
-    url = f"http://{host}:{port}"
+    url, log_path = f"http://{host}:{port}", project.scratch / "environment.log"
+    environment = project.start(serve, log_path)
     try:
-        wait_for_url(f"{url}/readyz", environment, project.scratch / "environment.log")
+        wait_for_url(f"{url}/readyz", environment, log_path)
         yield f"ray.address={project.server.facts()[fact]}", f"env.endpoints=['{url}']"
     finally:
         environment.kill()

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +72,14 @@ ROUNDS = 3
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "checkpoints.json")
-    parser.add_argument("--folder", type=Path, help="folder on the disk to measure")
-    chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+    chosen = parser_of(__doc__, "checkpoints.json").parse_args()
+    with tempfile.TemporaryDirectory() as folder:
         result = compared(Path(folder), LARGE, ROUNDS)
     write(chosen.out, result)
     print(json.dumps(result, indent=1))
-    within = [
-        *(ratio <= MEMORY_LIMIT for ratio in result["memory_of_two_to_one"].values()),
-        *(ratio <= TIME_LIMIT for row in result["ranks"] for ratio in row["time_to_copy"].values()),
-    ]
-    return 0 if all(within) else 1
+    memory = max(result["memory_of_two_to_one"].values())
+    time_to_copy = max(max(row["time_to_copy"].values()) for row in result["ranks"])
+    return int(memory > MEMORY_LIMIT or time_to_copy > TIME_LIMIT)
 
 
 def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, Any]:
@@ -93,81 +89,50 @@ def compared(folder: Path, size: dict[str, int], num_rounds: int) -> dict[str, A
     weights = made(store_place, text)
     rows = []
     for num_ranks in (1, 2):
-        rounds = [
-            of_round(folder / f"{num_ranks}-{number}", num_ranks, store_place, text, weights)
-            for number in range(num_rounds)
-        ]
-        seconds = {phase: [one["seconds"][phase] for one in rounds] for phase in TIMED}
-        copy_s, *to_copy_s = (
-            statistics.median(seconds[phase]) for phase in ("copy", "commit", "resume")
-        )
-        ratios = [round(phase_s / copy_s, 2) for phase_s in to_copy_s]
-        rows.append(
-            {
-                "ranks": num_ranks,
-                "bytes": rounds[0]["bytes"],
-                "anonymous_mib_above_idle": {
-                    phase: [max(one["mib"][phase]) for one in rounds] for phase in PHASES
-                },
-                "seconds": seconds,
-                "time_to_copy": dict(zip(("commit", "resume"), ratios, strict=True)),
-            }
-        )
+        prefixes = [folder / f"{num_ranks}-{number}" for number in range(num_rounds)]
+        rounds = [of_round(prefix, num_ranks, store_place, text, weights) for prefix in prefixes]
+        mib = {phase: [one[f"{phase}_mib"] for one in rounds] for phase in PHASES}
+        seconds = {phase: [one[f"{phase}_s"] for one in rounds] for phase in TIMED}
+        median = {phase: statistics.median(values) for phase, values in seconds.items()}
+        to_copy = {phase: round(median[phase] / median["copy"], 2) for phase in TIMED[:2]}
+        row = {"ranks": num_ranks, "bytes": rounds[0]["bytes"], "anonymous_mib_above_idle": mib}
+        rows.append({**row, "seconds": seconds, "time_to_copy": to_copy})
     one, two = (row["anonymous_mib_above_idle"] for row in rows)
-    return {
-        "num_parameters": sum(parameter.numel() for parameter in empty_model(text).parameters()),
-        "ranks": rows,
-        "memory_of_two_to_one": {
-            phase: round(max(two[phase]) / min(one[phase]), 3) for phase in PHASES
-        },
-    }
+    shares = {phase: round(max(two[phase]) / min(one[phase]), 3) for phase in PHASES}
+    num_parameters = sum(parameter.numel() for parameter in empty_model(text).parameters())
+    return {"num_parameters": num_parameters, "ranks": rows, "memory_of_two_to_one": shares}
 
 
 def of_round(
-    folder: Path,
-    num_ranks: int,
-    store_place: StorePlace,
-    architecture: str,
-    weights: dict[str, Any],
+    folder: Path, num_ranks: int, store_place: StorePlace, text: str, weights: dict[str, Any]
 ) -> dict[str, Any]:
     """Measure one commit, copy and resume. folder: prefix of the created folders' names."""
 
-    def measurements(phase: str, blobs: dict[str, Any]) -> list[dict[str, Any]]:
-        rank_folder = folder.with_name(f"{folder.name}-{phase}")
-        return ranks(rank_folder, num_ranks, architecture, weights, blobs)
+    def most(rank_results: list[dict[str, Any]], name: str) -> Any:
+        return max(rank_result[name] for rank_result in rank_results)
 
-    first = measurements("first", {})
+    first = ranks(folder.with_name(f"{folder.name}-first"), num_ranks, text, weights, {})
     blobs = {name: blob for rank_result in first for name, blob in rank_result["blobs"].items()}
     settle(weights)
     copy_s = copied(folder.with_name("copy"), store_place, blobs)
-    resumed = measurements("again", blobs)
+    resumed = ranks(folder.with_name(f"{folder.name}-again"), num_ranks, text, weights, blobs)
     removed(store_place, blobs)
     return {
         "bytes": sum(blob["size"] for blob in blobs.values()),
-        "mib": {
-            "build": [rank_result["build_mib"] for rank_result in first],
-            "commit": [rank_result["commit_mib"] for rank_result in first],
-            "resume": [rank_result["build_mib"] for rank_result in resumed],
-        },
-        "seconds": {
-            "commit": max(rank_result["commit_s"] for rank_result in first),
-            "resume": max(rank_result["build_s"] for rank_result in resumed),
-            "copy": round(copy_s, 2),
-        },
+        "build_mib": most(first, "build_mib"),
+        "commit_mib": most(first, "commit_mib"),
+        "resume_mib": most(resumed, "build_mib"),
+        "commit_s": most(first, "commit_s"),
+        "resume_s": most(resumed, "build_s"),
+        "copy_s": round(copy_s, 2),
     }
 
 
 def architecture(size: Mapping[str, Any]) -> str:
     """Return the config.json of a Qwen2 model."""
-    return json.dumps(
-        {
-            "architectures": ["Qwen2ForCausalLM"],
-            "model_type": "qwen2",
-            "tie_word_embeddings": True,
-            "max_position_embeddings": 4096,
-            **size,
-        }
-    )
+    fixed = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    sizes = {"tie_word_embeddings": True, "max_position_embeddings": 4096, **size}
+    return json.dumps(fixed | sizes)
 
 
 def removed(store_place: StorePlace, blobs: Mapping[str, Any]) -> None:
@@ -203,20 +168,11 @@ def ranks(
     program: the script that accepts `--rank FOLDER RANK SIZE`.
     """
     folder.mkdir()
-    request = {
-        "root": str(folder.parent / "store"),
-        "architecture": architecture,
-        "weights": weights,
-        "blobs": blobs or weights,
-        "resumes": bool(blobs),
-    }
+    request = {"root": str(folder.parent / "store"), "architecture": architecture}
+    request |= {"weights": weights, "blobs": blobs or weights, "resumes": bool(blobs)}
     (folder / "asked.json").write_text(json.dumps(request), encoding="utf-8")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(program), "--rank", str(folder), str(rank), str(size)]
-        )
-        for rank in range(size)
-    ]
+    command = [sys.executable, str(program), "--rank", str(folder)]
+    processes = [subprocess.Popen([*command, str(rank), str(size)]) for rank in range(size)]
     try:
         codes = [process.wait(LIMIT_S) for process in processes]
     finally:
@@ -247,9 +203,8 @@ def asked_of(
     )
     group = joined(folder, rank, size)
     # warm up: code loaded at the first use is not part of a model's memory
-    LocalLearner(
-        empty_model(architecture(SMALL), torch.float32), plan.optimizer, total_steps=1, ranks=group
-    ).snapshot()
+    small = empty_model(architecture(SMALL), torch.float32)
+    LocalLearner(small, plan.optimizer, total_steps=1, ranks=group).snapshot()
     return request, store_place, plan, group
 
 
@@ -266,9 +221,22 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
         with measured(measurements, "commit"):
             written = learner.snapshot().write(store_place, STEP, KEY)
         measurements["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
+    leave(folder, rank, measurements)
+
+
+def leave(folder: Path, rank: int, measurements: dict[str, Any]) -> None:
+    """Write a rank's measurements for `ranks`; leave the process group."""
     (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
-    if size > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def main_of(rank_main: Callable[[Path, int, int], None], main: Callable[[], int]) -> None:
+    """Run a program that starts itself as its ranks."""
+    if sys.argv[1:2] == ["--rank"]:
+        rank_main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+        sys.exit()
+    sys.exit(main())
 
 
 def joined(folder: Path, rank: int, size: int) -> ProcessGroup:
@@ -306,10 +274,8 @@ def measured(measurements: dict[str, Any], phase: str) -> Iterator[None]:
 
 
 def anonymous_kib() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1])
-    raise RuntimeError("no RssAnon in /proc/self/status")
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("RssAnon:")[2].split()[0])
 
 
 def settle(weights: Mapping[str, Any], rank: int = 0, size: int = 1) -> None:
@@ -360,7 +326,4 @@ def copied(target: Path, store_place: StorePlace, blobs: dict[str, Any]) -> floa
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-        sys.exit()
-    sys.exit(main())
+    main_of(rank_main, main)

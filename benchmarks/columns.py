@@ -16,7 +16,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from harness import RESULTS, ROOT, parser_of, write
 
@@ -30,25 +29,21 @@ DEADLINE_S = 6 * 3600.0
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("--comparison", default=COMPARISON)
     parser.add_argument("--state", type=Path, default=ROOT / ".agentgym/columns")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--kill-after", type=int, default=KILL_AFTER, metavar="CELLS")
     chosen = parser.parse_args()
-    overrides = (f"store.path={chosen.state.resolve() / 'store'}",)
-    cells = cells_of(load_comparison(chosen.comparison), overrides)
-    command = [
-        *(sys.executable, "-m", "flows.compare", chosen.comparison, *overrides),
-        *("--parallel", str(chosen.parallel), "--out", str(chosen.out)),
-    ]
+    store = chosen.state.resolve() / "store"
+    cells = cells_of(load_comparison(COMPARISON), (f"store.path={store}",))
+    command = [sys.executable, "-m", "flows.compare", COMPARISON, f"store.path={store}"]
+    command += ["--parallel", str(os.cpu_count()), "--out", str(chosen.out)]
     began = time.monotonic()
-    killed = interrupted(command, cells, chosen.kill_after)
-    before = commits(chosen.state)
+    killed = interrupted(command, cells)
+    before = commits(store)
     subprocess.run(command, cwd=ROOT, check=True, timeout=DEADLINE_S)
-    lost = sorted(name for name, data in before.items() if commits(chosen.state).get(name) != data)
+    after = commits(store)
+    lost = [name for name, data in before.items() if after.get(name) != data]
     result = {
-        "comparison": chosen.comparison,
+        "comparison": COMPARISON,
         "cells": len(cells),
         "killed_when_done": killed,
         "commits_then": len(before),
@@ -61,12 +56,12 @@ def main() -> int:
     return int(bool(lost) or result["cells_done_after"] < len(cells))
 
 
-def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list[str]:
-    """Kill the command, with all it started, once `after` cells are done; return these cells."""
+def interrupted(command: list[str], cells: tuple[Cell, ...]) -> list[str]:
+    """Kill the command, with all it started, once KILL_AFTER cells are done; return these cells."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + DEADLINE_S
-    while process.poll() is None and sum(cell.is_done() for cell in cells) < after:
-        if time.monotonic() > deadline:
+    while process.poll() is None and time.monotonic() < deadline:
+        if sum(cell.is_done() for cell in cells) >= KILL_AFTER:
             break
         time.sleep(15.0)  # polling uses CPU time that the cells need
     titles = [cell.title for cell in cells if cell.is_done()]
@@ -77,11 +72,9 @@ def interrupted(command: list[str], cells: tuple[Cell, ...], after: int) -> list
     return titles
 
 
-def commits(state: Path) -> dict[str, Any]:
-    return {
-        str(path.relative_to(state)): path.read_bytes()
-        for path in sorted((state / "store/steps").glob("*/manifests/*.json"))
-    }
+def commits(store: Path) -> dict[str, bytes]:
+    paths = sorted((store / "steps").glob("*/manifests/*.json"))
+    return {str(path.relative_to(store)): path.read_bytes() for path in paths}
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ Writes docs/results/decisions.json. The decision is the product's own,
 - one policy succeeds in 50 % of its episodes, the other in `gain` more.
 
 It is compared with other rules: the mean is higher and, if there are families, a paired t test that
-treats items as independent, and one that flips the signs of whole families.
+treats items as independent.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import sys
 from collections.abc import Iterator
@@ -35,7 +36,6 @@ MOST_FALSE = 0.06  # limit of each design's false positives on equal policies, u
 GAINS = (0.0, 0.05, 0.1)
 # pairs per design; with 5,000 equal ones, 1 of 8 designs exceeds 6 % when 5 % is true
 EQUAL, UNEQUAL = 20_000, 5_000
-_FLIPS = 199
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,31 @@ class Case:
     samples: int
     families: int  # 0: no families
     gain: float
+
+    def pairs(self, num: int, generator: np.random.Generator) -> Iterator[Pair]:
+        """Draw pairs: both policies' success, [items, samples] each."""
+        count = range(self.items)
+        families = tuple(f"f{i % self.families}" if self.families else None for i in count)
+        names, codes = tuple(map(str, count)), family_codes(families)
+        for _ in range(num):
+            ease = ITEMS_SD * generator.standard_normal(self.items)
+            played = [
+                self._played(s, ease, codes, generator) for s in (SUCCESS, SUCCESS + self.gain)
+            ]
+            yield Pair(names, families, *played)
+
+    def _played(
+        self,
+        success: float,
+        ease: FloatArray,
+        codes: NDArray[np.int_] | None,
+        generator: np.random.Generator,
+    ) -> FloatArray:
+        chance = 1 / (1 + np.exp(-(middle(success, ITEMS_SD) + ease)))
+        if codes is not None:  # at success 0.5, so that a shift of the chance is a shift of success
+            chance = chance + FAMILIES_SD * generator.standard_normal(self.families)[codes]
+        drawn = generator.random((self.items, self.samples))
+        return np.asarray(drawn < np.clip(chance, 0, 1)[:, None], dtype=np.float64)
 
 
 def cases() -> Iterator[Case]:
@@ -57,21 +82,15 @@ def simulate(case: Case, num: int, generator: np.random.Generator) -> dict[str, 
     """Simulate `num` pairs. Return the share on which each rule finds a difference between the
     policies; the rule `mean` only looks for a better second policy.
     """
-    ways = ("ours", "mean", "items", "signs") if case.families else ("ours", "mean")
+    ways = ("ours", "mean", "items") if case.families else ("ours", "mean")
     positives = dict.fromkeys(ways, 0)
-    families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
-    names = tuple(map(str, range(case.items)))
-    codes = family_codes(families)
-    for _ in range(num):
-        before, after = drawn_pair(case, codes, generator)
-        decision = decide(Pair(names, families, before, after), confidence=CONFIDENCE)
-        gained = (after - before).mean(axis=1)
-        positives["ours"] += decision.p_value < 1 - CONFIDENCE
+    for pair in case.pairs(num, generator):
+        gained = (pair.after - pair.before).mean(axis=1)
+        positives["ours"] += decide(pair, confidence=CONFIDENCE).p_value < 1 - CONFIDENCE
         positives["mean"] += bool(gained.mean() > 0)
-        if codes is not None:
+        if case.families:
             independent = moments(gained[None], kind="difference")
             positives["items"] += independent.p_value().item() < 1 - CONFIDENCE
-            positives["signs"] += _turned(gained, codes, generator) <= 1 - CONFIDENCE
     share = {name: round(count / num, 4) for name, count in positives.items()}
     upper = upper_bound(int(positives["ours"]), num)
     return {**asdict(case), "said": share, "ours_upper": round(upper, 4)}
@@ -82,28 +101,15 @@ def upper_bound(count: int, num: int) -> float:
     return float(binomtest(count, num).proportion_ci(CONFIDENCE, "wilson").high)
 
 
-def drawn_pair(
-    case: Case, codes: NDArray[np.int_] | None, generator: np.random.Generator
-) -> tuple[FloatArray, FloatArray]:
-    """Draw the success of both policies, [items, samples] each."""
-    ease = ITEMS_SD * generator.standard_normal(case.items)
-
-    def played(success: float) -> FloatArray:
-        chance = 1 / (1 + np.exp(-(middle(success, ITEMS_SD) + ease)))
-        if codes is not None:  # at success 0.5, so that a shift of the chance is a shift of success
-            chance = chance + FAMILIES_SD * generator.standard_normal(case.families)[codes]
-        drawn = generator.random((case.items, case.samples))
-        return np.asarray(drawn < np.clip(chance, 0, 1)[:, None], dtype=np.float64)
-
-    return played(SUCCESS), played(SUCCESS + case.gain)
-
-
-def _turned(gained: FloatArray, codes: NDArray[np.int_], generator: np.random.Generator) -> float:
-    """Return the p value of the sign-flip test over whole families, by random flips."""
-    sums = np.bincount(codes, gained)
-    flips = 2.0 * generator.integers(0, 2, size=(_FLIPS, len(sums))) - 1.0
-    observed = abs(sums.sum()) - 1e-9
-    return float((1 + (np.abs(flips @ sums) >= observed).sum()) / (1 + _FLIPS))
+def options(
+    doc: str | None, result: str, what: str, equal: int, unequal: int
+) -> argparse.Namespace:
+    """Parse the options of a simulation. equal, unequal: number of pairs of each kind."""
+    parser = parser_of(doc, result)
+    parser.add_argument("--simulations", type=int, default=equal, help=f"pairs of equal {what}")
+    parser.add_argument("--unequal", type=int, default=unequal, help=f"pairs of unequal {what}")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
 
 
 def report(case_results: list[dict[str, Any]], simulations: int, unequal: int) -> dict[str, Any]:
@@ -126,19 +132,13 @@ def report(case_results: list[dict[str, Any]], simulations: int, unequal: int) -
             "ours_highest_upper_bound": max(case_result["ours_upper"] for case_result in equal),
             "mean_lowest": min(share["mean"] for share in shares),
             "items_highest_with_families": max(share["items"] for share in clustered),
-            "signs_highest_with_families": max(share["signs"] for share in clustered),
         },
         "cases": case_results,
     }
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "decisions.json")
-    equal, unequal = "pairs of equal policies, per case", "pairs of unequal policies, per case"
-    parser.add_argument("--simulations", type=int, default=EQUAL, help=equal)
-    parser.add_argument("--unequal", type=int, default=UNEQUAL, help=unequal)
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
+    chosen = options(__doc__, "decisions.json", "policies, per case", EQUAL, UNEQUAL)
     all_cases = list(cases())
     nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]
     case_results = simulated(simulate, all_cases, nums, chosen.seed)

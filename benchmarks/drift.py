@@ -12,22 +12,21 @@ import itertools
 import logging
 import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import ROOT, parser_of, read, stage_points, write
+from harness import config_in, kept, last_stage, parser_of, read, results_of, stage_points, write
 
 from agentgym.compute.placement import Engine
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.local import task_identities
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.engine import RolloutRequest
-from agentgym.steps.step import stages
 from agentgym.types import Item, Trajectory
 
 EVERY, NUM_ITEMS = 5, 512
@@ -35,50 +34,40 @@ FIRST_ID = 1_000_000  # of items outside all lists
 SUCCESS = "validation/success"
 ACTOR = ("actor/ratio_kl", "actor/grad_norm", "actor/entropy", "actor/rows_with_signal_frac")
 FORMER = [  # earlier values of params.yaml
-    "rollout.items_per_step=8",
-    "horizon.max_turns=[5,8,12]",
-    "horizon.stage_steps=[20,20,30]",
-    "optimizer.betas=[0.9,0.95]",
-    "optimizer.grad_clip=1.0",
+    *("rollout.items_per_step=8", "horizon.max_turns=[5,8,12]", "horizon.stage_steps=[20,20,30]"),
+    *("optimizer.betas=[0.9,0.95]", "optimizer.grad_clip=1.0"),
 ]
 RECIPES = {"default": [], "former": FORMER}
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "drift.json")
+    parser = parser_of(__doc__, "drift.json", seeds=range(10), state=True)
     parser.add_argument("names", nargs="*", default=list(RECIPES), metavar="NAME")
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(10)))
     parser.add_argument("--parallel", type=int, default=os.cpu_count())
-    parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
     result = read(chosen.out, {"runs": []})
     known = {(run["recipe"], run["seed"]) for run in result["runs"]}
     wanted = [(name, seed) for seed in chosen.seeds for name in chosen.names]
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(chosen.parallel) as workers:
-        state = chosen.state or folder
-        jobs = [workers.submit(run, *case, state) for case in wanted if case not in known]
+    with kept(chosen.state) as folder, ProcessPoolExecutor(chosen.parallel) as workers:
+        jobs = [workers.submit(run, *case, folder) for case in wanted if case not in known]
         for job in as_completed(jobs):
             row = job.result()
             result["runs"].append(row)
             result["runs"].sort(key=lambda row: (row["recipe"], row["seed"]))
             result |= {"recipes": RECIPES, "summary": summary(result["runs"])}
             write(chosen.out, result)
-            print(
-                f"{row['recipe']} seed {row['seed']}: ends {row['last']:.1%}, falls"
-                f" {row['fall']:.1%} at most; {row['success']}",
-                flush=True,
-            )
-    for name, figures in result["summary"].items():
-        print(f"{name}: {figures}")
+            ended = f"ends {row['last']:.1%}, falls {row['fall']:.1%} at most; {row['success']}"
+            print(f"{row['recipe']} seed {row['seed']}: {ended}", flush=True)
+    print(result["summary"])
     return 0
 
 
-def run(name: str, seed: int, folder: str) -> dict[str, Any]:
+def run(name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Train one recipe with one seed; runs of a seed share the warm start."""
     logging.disable(logging.WARNING)
-    settings = [f"seed={seed}", f"store.path={folder}/{seed}/store", f"validation.every={EVERY}"]
-    cfg = load_config(ROOT / "params.yaml", [*settings, *RECIPES[name]])
-    last = stages(cfg.horizon)[-1].name
+    settings = (f"seed={seed}", f"validation.every={EVERY}", *RECIPES[name])
+    cfg = config_in(folder / str(seed), *settings)
+    last, protocol = last_stage(cfg), cfg.evaluation
     run_with_parents("warm-start", cfg, wait_s=3600)
     items = unlisted(cfg)
 
@@ -87,9 +76,9 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
             items,
             num_samples=1,
             step=step,
-            max_turns=cfg.evaluation.max_turns,
+            max_turns=protocol.max_turns,
             temperature=1.0,
-            seed=cfg.evaluation.seed,
+            seed=protocol.seed,
         )
         return engine.collect(request)
 
@@ -100,7 +89,7 @@ def run(name: str, seed: int, folder: str) -> dict[str, Any]:
     played = [point for point in points if SUCCESS in point.metrics]
     success = [round(point.metrics[SUCCESS], 4) for point in played]
     peaks = itertools.accumulate(success, max)
-    final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
+    final = results_of(cfg, f"evaluate-{last}")["summary"]
     return {
         "recipe": name,
         "seed": seed,

@@ -5,14 +5,16 @@ steps take no time, and the real `collect` and HTTP client. For engines.py and g
 from __future__ import annotations
 
 import functools
-import multiprocessing
-import socket
-import threading
-import time
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from harness import ROOT, wait_for, wait_for_url
+
+from agentgym.deploy.owned import owned_process
 from agentgym.models.chat import ChatRenderer
 from agentgym.rollouts.collect import collect
 from agentgym.rollouts.episode import EpisodeSettings, token_players
@@ -54,53 +56,30 @@ def renderer() -> ChatRenderer:
     return ChatRenderer(train_tokenizer(texts * 3, 300))
 
 
-def serve(connection: Any) -> None:
-    """Run a server with the product's application and HTTP settings until the pipe is closed."""
-    import uvicorn
+def spec(_: dict[str, Any]) -> EnvSpec:
+    return EnvSpec("endless", "", Endless, {}, ())
 
-    from envs.connection import server_config
-    from envs.server import ServerSettings, make_app
 
-    spec = EnvSpec("endless", "", Endless, {}, ())
-    app = make_app(spec, ServerSettings(max_sessions=100_000, drain_timeout_s=0.1))
-    sessions = app.state.sessions
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(4096)
-    config = server_config(app, sessions.settings.max_sessions)
-    config.backlog = 4096
-    server = uvicorn.Server(config)
-
-    def obey() -> None:
-        while not (server.started and sessions.ready):
-            time.sleep(0.01)
-        connection.send(f"http://127.0.0.1:{listener.getsockname()[1]}")
-        try:
-            connection.recv()
-        except EOFError:
-            sessions.abandon()
-            server.should_exit = True
-
-    threading.Thread(target=obey, daemon=True).start()
-    server.run(sockets=[listener])
+# the product's server, which knows this environment as if it were built in
+SERVE = """
+import sys
+from envs import __main__, registry
+registry.BUILT_IN["endless"] = "endless:spec"
+__main__.main(["serve", "endless", "--port", "0", "--max-sessions", "100000", *sys.argv[1:]])
+"""
 
 
 @contextmanager
 def serving() -> Iterator[str]:
-    here, there = multiprocessing.Pipe()
-    context = multiprocessing.get_context("spawn")
-    process = context.Process(target=serve, args=(there,), daemon=True)
-    process.start()
-    there.close()
-    try:
-        if not here.poll(120):
-            raise RuntimeError("the environment server was not ready within 120 s")
-        yield here.recv()
-    finally:
-        here.close()
-        process.join(10)
-        if process.is_alive():
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        port, log = Path(folder) / "port", Path(folder) / "log"
+        variables = {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+        command = [sys.executable, "-c", SERVE, "--port-file", str(port), "--owner-pipe"]
+        with owned_process(command, log_path=log, env=variables) as process:
+            wait_for(port.exists, 120.0, "no environment server", process, log)
+            url = f"http://127.0.0.1:{port.read_text(encoding='utf-8').strip()}"
+            wait_for_url(f"{url}/readyz", process, log)
+            yield url
 
 
 async def episodes(endpoint: str, num: int, engine: Any, *, concurrency: int) -> list[Trajectory]:

@@ -20,11 +20,10 @@ from typing import Any
 
 from endless import TURNS, episodes, renderer, serving
 from gpu_learner import DRY, made
-from harness import ROOT, in_a_process, parser_of, read, write
+from harness import ROOT, config_in, in_a_process, parser_of, read, results_of, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.policies.engines import open_here
 
 ENGINES = ("torch", "vllm")
@@ -36,12 +35,9 @@ NUM_EPISODES, CONCURRENCY, ROUNDS = 256, 64, 3
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "engines.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser = parser_of(__doc__, "engines.json", seeds=(0, 1, 2))
     parser.add_argument("--continue", dest="goes_on", action="store_true")
-    parser.add_argument(
-        "--child", nargs=3, metavar=("ENGINE", "SEED", "PATH"), help="used by this program itself"
-    )
+    parser.add_argument("--child", nargs=3, help="ENGINE SEED PATH, used by this program itself")
     chosen = parser.parse_args()
     if chosen.child:
         engine, seed, path = chosen.child
@@ -69,14 +65,13 @@ def main() -> int:
 def learn(engine: str, seed: int) -> dict[str, Any]:
     """Return the success on the test items after the last stage, and the seconds of each step."""
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"rollout.engine={engine}", f"seed={seed}", f"store.path={folder}/store"]
-        cfg = load_config(ROOT / "params.yaml", overrides)
+        cfg = config_in(folder, f"rollout.engine={engine}", f"seed={seed}")
         took = {}
         for name in STEPS:
             began = time.perf_counter()
             run_step(name, cfg)
             took[name] = round(time.perf_counter() - began, 1)
-        summary = finished(cfg, open_store(cfg))[STEPS[-1]].results["summary"]
+        summary = results_of(cfg, STEPS[-1])["summary"]
     return {"sampled": summary["avg_at_4"], "greedy": summary["greedy"], "seconds": took}
 
 
@@ -100,7 +95,7 @@ def throughput() -> dict[str, Any]:
         for _ in range(ROUNDS):
             for name in ENGINES:
                 rates[name].append(asyncio.run(tokens_per_s(name, endpoint)))
-    medians = {name: round(statistics.median(rounds)) for name, rounds in rates.items()}
+    ratios = [vllm / torch for vllm, torch in zip(rates["vllm"], rates["torch"], strict=True)]
     return {
         "definition": (
             "sampled tokens per second of episodes on an environment server whose steps take no"
@@ -109,13 +104,8 @@ def throughput() -> dict[str, Any]:
         "episodes": NUM_EPISODES,
         "concurrency": CONCURRENCY,
         "turns": TURNS,
-        **{f"{name}_tokens_per_s": median for name, median in medians.items()},
-        "vllm_over_torch": round(
-            statistics.median(
-                vllm / torch for vllm, torch in zip(rates["vllm"], rates["torch"], strict=True)
-            ),
-            2,
-        ),
+        **{f"{name}_tokens_per_s": round(statistics.median(rates[name])) for name in ENGINES},
+        "vllm_over_torch": round(statistics.median(ratios), 2),
     }
 
 

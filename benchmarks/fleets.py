@@ -11,6 +11,7 @@ Writes docs/results/fleets.json.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import subprocess
@@ -20,7 +21,6 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 from harness import parser_of, write
@@ -72,22 +72,11 @@ def namespace(kubeconfig: Path) -> Iterator[Kube]:
             kube.delete(NAMESPACE, name)
 
 
-def life(kube: Kube, objects: list[Any], run: str) -> dict[str, float]:
-    """Return the seconds of each part of one fleet's life."""
-    times, began = {}, time.perf_counter()
-
-    def lap(part: str) -> None:
-        nonlocal began
-        times[part], began = time.perf_counter() - began, time.perf_counter()
-
+def life(kube: Kube, objects: list[Any], run: str) -> None:
     group = acquire(kube, run, ttl_s=TIMEOUT_S)
     send(kube, group, objects)
-    lap("sent")
     wait_ready(kube, run, timeout_s=TIMEOUT_S, most=most_pods(objects))
-    lap("ready")
     take_down(kube, run, timeout_s=TIMEOUT_S)
-    lap("gone")
-    return times
 
 
 def left_over(kube: Kube) -> dict[str, int]:
@@ -106,27 +95,19 @@ def measure(kubeconfig: Path, count: int, threads: int) -> dict[str, Any]:
         def rendered(run: str) -> list[Any]:
             return rendered_fleet(overlay, Fleet(ENV, run, 1), namespace=kube.namespace)
 
-        began = time.perf_counter()
         with ThreadPoolExecutor(2) as pool:
             objects = dict(zip(runs, pool.map(rendered, runs), strict=True))
-        rendered_s = time.perf_counter() - began
         before, began = Counter(kube.transport.calls), time.perf_counter()
         with ThreadPoolExecutor(threads) as pool:
-            times = list(pool.map(lambda run: life(kube, objects[run], run), runs))
+            list(pool.map(lambda run: life(kube, objects[run], run), runs))
         wall_s = time.perf_counter() - began
         calls = Counter(kube.transport.calls) - before
-        seconds = {part: [fleet_times[part] for fleet_times in times] for part in times[0]}
         return {
             "fleets": count,
             "at_once": threads,
             "objects_per_fleet": len(next(iter(objects.values()))) + 1,  # and the lease
             "wall_s_per_fleet": round(wall_s / count, 3),
-            "rendered_s_per_fleet": round(rendered_s / count, 3),
-            "median_s": {part: round(median_high(s), 2) for part, s in seconds.items()},
-            "longest_s": {part: round(max(s), 2) for part, s in seconds.items()},
-            "calls_per_fleet": {
-                verb: round(number / count, 2) for verb, number in sorted(calls.items())
-            },
+            "calls_per_fleet": {verb: round(n / count, 2) for verb, n in sorted(calls.items())},
             "all_calls_per_fleet": round(calls.total() / count, 2),
             "left_over": left_over(kube),
         }
@@ -140,13 +121,7 @@ def main() -> None:
     with cluster() as kubeconfig:
         numbers = measure(kubeconfig, arguments.fleets, arguments.threads)
     write(arguments.out, numbers)
-    print(
-        f"{numbers['fleets']} fleets, {numbers['at_once']} at once:"
-        f" {numbers['wall_s_per_fleet']} s and"
-        f" {numbers['all_calls_per_fleet']} requests per fleet;"
-        f" median seconds {numbers['median_s']};"
-        f" left over {sum(numbers['left_over'].values())}"
-    )
+    print(json.dumps(numbers, indent=1))
 
 
 if __name__ == "__main__":

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from decisions import ITEMS_SD, SUCCESS, Case, drawn_pair, upper_bound
-from harness import ROOT, parser_of, simulated, write
+from decisions import ITEMS_SD, SUCCESS, Case, options, upper_bound
+from harness import ROOT, simulated, write
 from intervals import middle
 
 from agentgym.config import GateConfig, load_config
 from agentgym.evaluation.gate import Evidence, judge
-from agentgym.evaluation.intervals import family_codes
 from agentgym.evaluation.paired import Pair
 
 CONFIDENCE, MOST_FALSE = 0.95, 0.06  # limit of each design's false promotions, upper bound
@@ -34,14 +33,8 @@ DESIGNS = ((200, 1, 0), (200, 4, 0), (512, 1, 0), (512, 4, 0), (512, 4, 10))  # 
 def simulate(
     rules: GateConfig, case: Case, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
-    families = tuple(f"f{i % case.families}" if case.families else None for i in range(case.items))
-    codes = family_codes(families) if case.families else None
-    names = tuple(map(str, range(case.items)))
-    verdicts: Counter[str] = Counter()
-    for _ in range(num):
-        before, after = drawn_pair(case, codes, generator)
-        pair = Pair(names, families, before, after)
-        verdicts[judge(rules, Evidence({"babyai": pair}, True)).verdict] += 1
+    pairs = case.pairs(num, generator)
+    verdicts = Counter(judge(rules, Evidence({"babyai": pair}, True)).verdict for pair in pairs)
     shares = {
         verdict: round(verdicts[verdict] / num, 4) for verdict in ("PROMOTE", "HOLD", "REJECT")
     }
@@ -67,12 +60,7 @@ def looked_at_often(num: int, rules: GateConfig, generator: np.random.Generator)
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "gate.json")
-    equal, unequal = "pairs of equal models, per design", "pairs of unequal models, per design"
-    parser.add_argument("--simulations", type=int, default=5000, help=equal)
-    parser.add_argument("--unequal", type=int, default=1000, help=unequal)
-    parser.add_argument("--seed", type=int, default=1)
-    chosen = parser.parse_args()
+    chosen = options(__doc__, "gate.json", "models, per design", 5000, 1000)
     rules = load_config(ROOT / "params.yaml").gate
     all_cases = [Case(*design, gain) for design in DESIGNS for gain in GAINS]
     nums = [chosen.unequal if case.gain else chosen.simulations for case in all_cases]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import subprocess
 import sys
 import textwrap
 import time
@@ -52,13 +51,8 @@ def main() -> int:
         if left < EXPECTED_S[name]:
             print(f"{name}: skipped, {left:.0f} s are left and {EXPECTED_S[name]} are needed")
             continue
-        dry = ["--dry"] * chosen.dry
-        try:
-            limit = min(1800.0, left)
-            result = in_a_process([__file__, name, *dry, "--child"], timeout_s=limit)
-        except subprocess.TimeoutExpired:
-            print(f"{name}: did not end within {limit:.0f} s", file=sys.stderr)
-            result = None
+        words = [__file__, name, *["--dry"] * chosen.dry, "--child"]
+        result = in_a_process(words, timeout_s=min(1800.0, left))
         failed |= result is None
         print(f"{name}: {json.dumps(result, indent=1)}", flush=True)
         if result is not None and not chosen.dry:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import itertools
 import statistics
-import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,9 +15,9 @@ from typing import Any
 import torch
 from endless import TURNS, episodes, renderer, serving
 from gpu_learner import CONTEXT, Size, made
-from harness import ROOT, stage_points
+from harness import ROOT, config_in, kept, stage_points
 
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.models.model import weights_of
 from agentgym.models.transport import InProcess
 from agentgym.rollouts.policies.engines import open_here
@@ -96,10 +95,8 @@ def case_publish(size: Size) -> dict[str, Any]:
     """Seconds until the engine samples with new weights, and the longest pause of sampling"""
 
     async def measure() -> tuple[list[float], list[float]]:
-        checkpoint = made(size, seed=1)
-        weights = {
-            name: tensor.to(size.device) for name, tensor in weights_of(checkpoint.model).items()
-        }
+        tensors = weights_of(made(size, seed=1).model)
+        weights = {name: tensor.to(size.device) for name, tensor in tensors.items()}
         took, gaps, ended = [], [], list[float]()
         async with opened(size, 16) as policy:
             players = [asyncio.ensure_future(stream(policy, number, ended)) for number in range(8)]
@@ -163,17 +160,12 @@ def case_logprobs(size: Size) -> dict[str, Any]:
 
     async def rate(policy: Any, options: dict[str, Any]) -> float:
         # all begin differently, so that none is found in the cache
-        prompts = [
-            [5 + int(digit) for digit in f"{next(numbers):08d}"] + [5] * size.prompt_tokens
-            for _ in range(size.concurrency)
-        ]
+        begins = [f"{next(numbers):08d}" for _ in range(size.concurrency)]
+        prompts = [[*(5 + int(d) for d in begin), *[5] * size.prompt_tokens] for begin in begins]
+        options = {"max_tokens": limit, **options}
         began = time.perf_counter()
-        await asyncio.gather(
-            *(
-                generated(policy, ids[: size.prompt_tokens], {"max_tokens": limit, **options})
-                for ids in prompts
-            )
-        )
+        requests = (generated(policy, ids[: size.prompt_tokens], options) for ids in prompts)
+        await asyncio.gather(*requests)
         return size.concurrency * limit / (time.perf_counter() - began)
 
     async def measure() -> dict[str, list[float]]:
@@ -201,25 +193,20 @@ def case_mismatch(size: Size) -> dict[str, Any]:
     async def sample() -> list[Completion]:
         prompts = [[*range(5, 25), number] for number in range(size.sequences)]
         async with opened(size, size.sequences) as policy:
-            requests = [
-                policy.generate(ids, sampling(number, 0, 200)) for number, ids in enumerate(prompts)
-            ]
+            numbered = enumerate(prompts)
+            requests = [policy.generate(ids, sampling(number, 0, 200)) for number, ids in numbered]
             return await asyncio.gather(*requests)
 
     completions = asyncio.run(sample())
     gc.collect()
     model = made(size).model.to(size.device)
     plain = TorchPolicy(model, stop_ids=(), num_slots=1, context_tokens=CONTEXT)
-    sequences = [
-        [*range(5, 25), number, *completion.ids]
-        for number, completion in enumerate(completions)
-        if completion.ids
-    ]
+    numbered = [(n, completion.ids) for n, completion in enumerate(completions) if completion.ids]
+    sequences = [[*range(5, 25), number, *ids] for number, ids in numbered]
     scores = asyncio.run(plain.score(sequences))
     pairs = zip(completions, scores, strict=True)
-    gaps = torch.cat(
-        [torch.tensor(ours.logprobs) - score[-len(ours.ids) :] for ours, score in pairs]
-    ).double()
+    parts = [torch.tensor(ours.logprobs) - score[-len(ours.ids) :] for ours, score in pairs]
+    gaps = torch.cat(parts).double()
     return {
         "tokens": len(gaps),
         "mean_nats": round(float(gaps.mean()), 5),
@@ -249,8 +236,8 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from agentgym.pipeline.run import run_step
     from agentgym.pipeline.table import finished, open_store, steps_of
 
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = load_config(params, [*overrides, f"store.path={folder}/store"])
+    with kept(None) as folder:
+        cfg = config_in(folder, *overrides, params=params)
         took: dict[str, float] = {}
         for name in [step for step in steps_of(cfg) if step not in ("register", "report")]:
             began = time.perf_counter()
@@ -261,10 +248,10 @@ def staged(params: Path, overrides: Sequence[str]) -> dict[str, Any]:
         steps = finished(cfg, open_store(cfg))
         last_stage = [step for step in steps if step.startswith("stage-")][-1]
         last = stage_points(cfg)[-1].metrics
+        evaluations = {name: step for name, step in steps.items() if name.startswith("evaluate-")}
         success = {
-            name.removeprefix("evaluate-"): manifest.results["summary"]
-            for name, manifest in steps.items()
-            if name.startswith("evaluate-")
+            name.removeprefix("evaluate-"): step.results["summary"]
+            for name, step in evaluations.items()
         }
     return {
         "minutes": round(sum(took.values()) / 60, 1),

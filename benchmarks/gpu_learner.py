@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,50 +33,40 @@ CONTEXT = 2048
 PEAK_TFLOPS = {"H100": 989, "H200": 989, "A100": 312}  # dense bfloat16, from the data sheets
 
 
+shape = partial(ModelConfig, context_tokens=CONTEXT)
+# Qwen2.5's dimensions, weights drawn at random
+GPU_1_5B = shape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, mlp_size=8960)
+GPU_7B = shape(hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_size=18_944)
+TINY = shape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=96)
+
+
 @dataclass(frozen=True)
 class Size:
-    device: str
-    dtype: torch.dtype
-    model: ModelConfig
-    vocab_size: int
-    num_episodes: int
-    concurrency: int
-    rounds: int
-    sequences: int  # whose log-probabilities are compared
-    matmul: int  # side of a square
-    copied: int  # bytes
-    staged: tuple[str, ...]  # overrides of the staged run
-    trained: tuple[int, ...]  # lengths of the sequences of an update
-    mixed: tuple[int, ...]  # lengths of sequences that differ
-    prompt_tokens: int  # of a request
-    new_tokens: int
+    """Sizes of all cases; by default those on a GPU."""
+
+    device: str = "cuda"
+    dtype: torch.dtype = torch.bfloat16
+    model: ModelConfig = field(default_factory=lambda: GPU_1_5B)
+    vocab_size: int = 151_936
+    num_episodes: int = 512
+    concurrency: int = 256
+    rounds: int = 3
+    sequences: int = 64  # whose log-probabilities are compared
+    matmul: int = 8192  # side of a square
+    copied: int = 4 << 30  # bytes
+    staged: tuple[str, ...] = ("compute_device=cuda", "rollout.engine=vllm")  # of the staged run
+    trained: tuple[int, ...] = (2048,) * 8  # lengths of the sequences of an update
+    # lengths of sequences that differ
+    mixed: tuple[int, ...] = (256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096)
+    prompt_tokens: int = 596  # of a request
+    new_tokens: int = 200
 
 
-shape = partial(ModelConfig, context_tokens=CONTEXT)
-# Qwen2.5-1.5B's dimensions, weights drawn at random
-GPU = Size(
-    "cuda",
-    torch.bfloat16,
-    shape(hidden_size=1536, num_layers=28, num_heads=12, num_kv_heads=2, mlp_size=8960),
-    vocab_size=151_936,
-    num_episodes=512,
-    concurrency=256,
-    rounds=3,
-    sequences=64,
-    matmul=8192,
-    copied=4 << 30,
-    staged=("compute_device=cuda", "rollout.engine=vllm"),
-    trained=(2048,) * 8,
-    mixed=(256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 3072, 4096),
-    prompt_tokens=596,
-    new_tokens=200,
-)
-# Qwen2.5-7B's
-GPU_7B = shape(hidden_size=3584, num_layers=28, num_heads=28, num_kv_heads=4, mlp_size=18_944)
+GPU = Size()
 DRY = Size(
     "cpu",
     torch.float32,
-    shape(hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, mlp_size=96),
+    TINY,
     vocab_size=300,
     num_episodes=6,
     concurrency=4,
@@ -99,11 +89,8 @@ DRY = Size(
 def case_ceilings(size: Size) -> dict[str, Any]:
     """The highest rates of the device: a matrix product and a copy"""
     block = torch.empty(size.copied, dtype=torch.uint8, device=size.device)
-    copy = seconds(size, block.clone)
-    return {
-        "matmul_tflops": round(matmul_tflops(size), 1),
-        "copy_gb_per_s": round(2 * size.copied / copy / 1e9, 1),
-    }
+    copied = round(2 * size.copied / seconds(size, block.clone) / 1e9, 1)
+    return {"matmul_tflops": round(matmul_tflops(size), 1), "copy_gb_per_s": copied}
 
 
 def matmul_tflops(size: Size) -> float:
@@ -113,14 +100,13 @@ def matmul_tflops(size: Size) -> float:
 
 def seconds(size: Size, work: Callable[[], Any]) -> float:
     """Return the median seconds of 5 calls, after 2 warm-up calls."""
+    wait = torch.cuda.synchronize if size.device == "cuda" else lambda: None
 
     def once() -> float:
-        if size.device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         began = time.perf_counter()
         work()
-        if size.device == "cuda":
-            torch.cuda.synchronize()
+        wait()
         return time.perf_counter() - began
 
     return statistics.median([once() for _ in range(7)][2:])
@@ -131,11 +117,10 @@ def case_step(size: Size) -> dict[str, Any]:
     batch = actions_of(size, size.trained)
     grpo = algorithm_config("grpo", max_mismatch_kl=1e9)
     assert isinstance(grpo, PolicyGradientConfig)
-    pairs = torch.arange(batch.num_sequences, device=size.device) // 2
-    won = (torch.arange(batch.num_sequences, device=size.device) % 2).float()
+    numbers = torch.arange(batch.num_sequences, device=size.device)
     rewards = torch.zeros_like(batch.rewards)
-    rewards[batch.starts[1:] - 1] = won
-    batch = replace(batch, group_ids=pairs, rewards=rewards)
+    rewards[batch.starts[1:] - 1] = (numbers % 2).float()
+    batch = replace(batch, group_ids=numbers // 2, rewards=rewards)
     learner = learner_of(size, LearnerConfig(micro_batch_tokens=size.trained[0] * 2))
     steps = itertools.count(1)
 
@@ -145,9 +130,8 @@ def case_step(size: Size) -> dict[str, Any]:
         learner.update(experience, grpo, step=step, seed=0)
 
     def rate(took: float) -> dict[str, Any]:
-        tflops = model_flops(size, batch) / took / 1e12
-        peak = peak_tflops(size)
-        return {"tokens_per_s": round(batch.num_tokens / took), "mfu": peak and tflops / peak}
+        mfu = mfu_of(size, model_flops(size, batch) / took / 1e12)
+        return {"tokens_per_s": round(batch.num_tokens / took), "mfu": mfu}
 
     parts = {
         "sft": seconds(size, lambda: learner.sft_step(batch, step=next(steps))),
@@ -204,10 +188,9 @@ def training(size: Size, kinds: Sequence[str]) -> dict[str, Any]:
         settings = LearnerConfig(micro_batch_tokens=1 << 30, **settings_of[name])
         figures = trained(size, batch, settings)
         rate = flops / figures["seconds"] / 1e12
-        peak = peak_tflops(size)
         result |= {
             f"{name}_tokens_per_s": round(batch.num_tokens / figures["seconds"]),
-            f"{name}_mfu": peak and round(rate / peak, 3),
+            f"{name}_mfu": mfu_of(size, rate),
             f"{name}_of_matmul": round(rate / ceiling, 3),
             f"{name}_peak_gib": figures["peak_gib"],
         }
@@ -216,7 +199,6 @@ def training(size: Size, kinds: Sequence[str]) -> dict[str, Any]:
 
 def model_flops(size: Size, batch: Batch) -> float:
     """Return the model FLOPs of a forward and backward of the batch.
-
     All sequences count as if they were as long as the first one of `size.trained`.
     """
     model = size.model
@@ -231,10 +213,8 @@ def model_flops(size: Size, batch: Batch) -> float:
 def case_head(size: Size) -> dict[str, Any]:
     """The output head in chunks against whole logits: memory and time"""
     batch = actions_of(size, size.trained)
-    result: dict[str, Any] = {
-        "definition": "forward and backward of one block and the head, every token an action",
-        "tokens": batch.num_tokens,
-    }
+    about = "forward and backward of one block and the head, every token an action"
+    result: dict[str, Any] = {"definition": about, "tokens": batch.num_tokens}
     small = replace(size, model=size.model.model_copy(update={"num_layers": 1}))
     for name, chunk in {"whole": batch.num_tokens, "chunked": batch.num_tokens // 4}.items():
         settings = LearnerConfig(micro_batch_tokens=1 << 30, head_chunk_tokens=chunk)
@@ -301,10 +281,11 @@ def actions_of(size: Size, lengths: Sequence[int]) -> Batch:
     return batch.to(torch.device(size.device))
 
 
-def peak_tflops(size: Size) -> int | None:
-    """Return the peak TFLOP/s of the device, or None if unknown."""
+def mfu_of(size: Size, tflops: float) -> float | None:
+    """Return the share of the device's peak TFLOP/s, or None if that is unknown."""
     name = torch.cuda.get_device_name() if size.device == "cuda" else ""
-    return next((peak for known, peak in PEAK_TFLOPS.items() if known in name), None)
+    peaks = [peak for known, peak in PEAK_TFLOPS.items() if known in name]
+    return round(tflops / peaks[0], 3) if peaks else None
 
 
 def made(size: Size, seed: int = 0) -> Checkpoint:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -37,13 +37,21 @@ T = TypeVar("T")
 # --- arguments and results
 
 
-def parser_of(doc: str | None, result: str = "") -> argparse.ArgumentParser:
+def parser_of(
+    doc: str | None, result: str = "", *, seeds: Sequence[int] = (), state: bool = False
+) -> argparse.ArgumentParser:
     """Return a parser described by the docstring's first line.
-    result: a file in docs/results, the default of the option --out.
+    result: a file in docs/results, the default of the option --out. seeds: default of --seeds.
+    state: it has the option --state, a folder for `kept`.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     if result:
         parser.add_argument("--out", type=Path, default=RESULTS / result, metavar="FILE")
+    if seeds:
+        parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
+    if state:
+        kept_in = "folder that keeps the runs (default: a temporary one)"
+        parser.add_argument("--state", type=Path, help=kept_in)
     return parser
 
 
@@ -90,6 +98,12 @@ def write(path: Path, numbers: Mapping[str, Any], rows: Sequence[str] = ()) -> N
         text = f'{text[:-2]},\n "{name}": [' + (f"\n{lines}\n ]" if lines else "]") + "\n}"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[Any]], line: str = "") -> list[str]:
+    """Return the lines of a Markdown table. line: below the titles."""
+    lines = [f"| {' | '.join(titles)} |", line or "|" + "---|" * len(titles)]
+    return [*lines, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def simulated(
@@ -160,13 +174,17 @@ def pipeline_in(tree: Path, home: Path, *words: str, timeout_s: float = 3600.0) 
 
 def in_a_process(arguments: list[str], *, timeout_s: float) -> Any:
     """Run a Python program that writes JSON to the path in its last argument. Return that value,
-    or None if the program failed.
+    or None if the program failed or took too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "result.json"
+    with kept(None) as folder:
+        path = folder / "result.json"
         words = [sys.executable, *arguments, str(path)]
-        process = subprocess.run(words, cwd=ROOT, timeout=timeout_s)
-        return read(path) if process.returncode == 0 else None
+        try:
+            subprocess.run(words, cwd=ROOT, timeout=timeout_s, check=True)
+        except subprocess.SubprocessError as error:
+            print(error, file=sys.stderr)
+            return None
+        return read(path)
 
 
 def wait_for(
@@ -232,10 +250,7 @@ def env_server(name: str, *, expert: bool = False, **settings: Any) -> Iterator[
     from agentgym.deploy.local import local_env
 
     env = EnvConfig(name=name, **settings)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        local_env(env, expert=expert, log_path=Path(folder) / "log") as (endpoint,),
-    ):
+    with kept(None) as path, local_env(env, expert=expert, log_path=path / "log") as (endpoint,):
         yield endpoint
 
 
@@ -332,8 +347,8 @@ def cpu_seconds(processes: Sequence[psutil.Process]) -> float:
 def processes_at(port: int) -> list[psutil.Process]:
     """Return the local process that listens on the port, and its descendants."""
     for connection in psutil.net_connections(kind="tcp"):
-        listens = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        if listens and connection.pid is not None:
+        is_bound = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_bound and connection.pid is not None:
             process = psutil.Process(connection.pid)
             return [process, *process.children(recursive=True)]
     return []
@@ -345,7 +360,34 @@ def quantile(values: Sequence[float], share: float) -> float:
     return ordered[int(share * (len(ordered) - 1))]
 
 
-# --- commits of this repository, and of a run
+# --- runs, and commits of this repository
+
+
+@contextlib.contextmanager
+def kept(folder: Path | None) -> Iterator[Path]:
+    """Yield this folder, or a temporary one if it is None."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield folder or Path(temporary)
+
+
+def config_in(folder: Path | str, *overrides: str, params: Path = ROOT / "params.yaml") -> Any:
+    """Return the configuration of a run whose store is in this folder."""
+    from agentgym.config import load_config
+
+    return load_config(params, [*overrides, f"store.path={folder}/store"])
+
+
+def last_stage(cfg: Any) -> str:
+    from agentgym.steps.step import stages
+
+    return stages(cfg.horizon)[-1].name
+
+
+def results_of(cfg: Any, step: str) -> Any:
+    """Return the results of a finished step, for example an evaluation's `summary`."""
+    from agentgym.pipeline.table import finished, open_store
+
+    return finished(cfg, open_store(cfg))[step].results
 
 
 def git(*arguments: str) -> str:
@@ -361,8 +403,8 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
     """Yield a worktree with the files of a commit and a link to this installation.
     state: its parent, by default a temporary folder.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        tree = (state or Path(folder)) / commit
+    with kept(state) as folder:
+        tree = folder / commit
         tree.parent.mkdir(parents=True, exist_ok=True)
         if not tree.exists():
             git("worktree", "add", "--detach", str(tree), commit)
@@ -373,32 +415,31 @@ def checkout(commit: str, state: Path | None = None) -> Iterator[Path]:
             git("worktree", "remove", "--force", str(tree))
 
 
-def stage_commits(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Return the manifests of the finished stages, in order. names: only these stages."""
+def stage_commits(cfg: Any) -> list[Any]:
+    """Return the manifests of the finished stages, in order."""
     from agentgym.pipeline.table import finished, open_store
     from agentgym.steps.step import stages
 
-    store = open_store(cfg)
+    store, names = open_store(cfg), [stage.name for stage in stages(cfg.horizon)]
     done = finished(cfg, store)
-    names = names or [stage.name for stage in stages(cfg.horizon)]
     return [commit for name in names for commit in store.history(name, done[name].key)]
 
 
-def stage_points(cfg: Any, names: Sequence[str] = ()) -> list[Any]:
-    """Return finished stages' points, one per optimizer step. names: only these stages."""
+def stage_points(cfg: Any) -> list[Any]:
+    """Return the finished stages' points, one per optimizer step."""
     from agentgym.pipeline.table import open_store
     from agentgym.steps.context import METRICS
     from agentgym.tracking.points import decode_points
 
     store = open_store(cfg)
-    blobs = (store.read(commit, METRICS) for commit in stage_commits(cfg, names))
+    blobs = (store.read(commit, METRICS) for commit in stage_commits(cfg))
     return [point for blob in blobs for point in decode_points(blob)]
 
 
 def main() -> None:
     for path in sorted(Path(__file__).parent.glob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "__main__" in text and path != Path(__file__):
+        if 'if __name__ == "__main__"' in text and path != Path(__file__):
             about = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
             print(f"{path.stem:14} {about}")
 

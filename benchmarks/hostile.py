@@ -3,17 +3,16 @@
 Each environment's real server gets malicious actions: every Unicode category, thousands of digits,
 control and bidirectional characters, halves of surrogate pairs, NUL, a megabyte, and the
 environment's own grammar filled with those.
-Ordinary episodes on the same server measure how long an ordinary action takes.
-Fails if an action ends its session as an environment's failure, or takes over a second and longer
-than every ordinary one.
-On a busy machine any step may once take that long, so the episode of a slow step is replayed, and
-the step counts only if it is slow each time.
+Fails if an action ends its session as an environment's failure, or takes longer than its server's
+limit. On a busy machine any step may once take that long, so the episode of a slow step is
+replayed, and the step counts only if it is slow each time.
 Writes docs/results/hostile.json; rows of environments that are not named stay.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -23,7 +22,6 @@ import tempfile
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -33,11 +31,10 @@ from harness import origin, parser_of, read, write
 
 from agentgym.config import EnvConfig
 from agentgym.deploy.local import local_env
-from agentgym.rollouts.env_client import EnvError, EnvSession
+from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
 
-LIMIT_S = 1.0  # of a step, unless an ordinary one takes longer
 REPLAYS = 3  # of the episode of a slow step
 STEPS = 25  # of one episode
 MEGABYTE = 1_000_000
@@ -60,11 +57,9 @@ class Case:
     env: str
     forms: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
-    # ordinary actions that the expert does not use; `{}` is a few words
-    plain: tuple[str, ...] = ()
     sessions: int = 1
     num_tasks: int = 50
-    ordinary_s: float = 20.0  # of the expert's episodes
+    limit_s: float = 1.0  # of a step; ordinary ones take up to 1.2 s in SciWorld and WebArena
 
 
 _KEYS = (
@@ -121,14 +116,9 @@ move air to {}
             open {thing} ~ dunk {thing} into {thing} ~ eat {thing} ~ {thing} ~ go to {thing} ~ \
 pick up {thing} in {thing}
         """),
-        plain=_forms("""
-            look around ~ inventory ~ open {thing} ~ go to {thing} ~ pick up {thing} ~ look at \
-{thing} ~ use {thing} on {thing}
-            move {thing} to {thing} ~ pour {thing} into {thing} ~ wait ~ wait1 ~ task ~ 0 ~ {}
-        """),
         sessions=2,
         num_tasks=4_000,
-        ordinary_s=90.0,
+        limit_s=2.0,
     ),
     "webarena": Case(
         "webarena",
@@ -142,17 +132,9 @@ press [{key}+{key}+{key}]
 [{}] ~ new_tab ~ close_tab
             go_back ~ go_forward ~ scroll [{}] ~ {} ~ ```{}```
         """),
-        plain=_forms("""
-            click [{id}] ~ click [{id}] ~ click [{id}] ~ hover [{id}] ~ type [{id}] [{}] [1] ~ \
-type [{id}] [{} {} {} {}] [0]
-            new_tab ~ tab_focus [0] ~ close_tab ~ go_back ~ go_forward ~ scroll [down] ~ press \
-[Tab] ~ press [Control+a]
-            goto [http://onestopmarket.com] ~ goto [http://reddit.com/search?q={}] ~ goto \
-[http://gitlab.com] ~ stop [{}]
-        """),
         sessions=2,
         num_tasks=97,
-        ordinary_s=90.0,
+        limit_s=2.0,
     ),
 }
 
@@ -181,9 +163,8 @@ def hostile(rng: random.Random, max_length: int = MEGABYTE) -> str:
     elif kind == 4:
         text = f"{rng.choice(PARTS)}{rng.choice(PARTS) * length}{rng.choice(PARTS)}"
     else:
-        text = rng.choice("90²٣１ ½") * rng.choice(
-            (4_299, 4_300, 4_301, 16_000, MEGABYTE if rng.random() < 0.05 else 17)
-        )
+        digit, more = rng.choice("90²٣１ ½"), MEGABYTE if rng.random() < 0.05 else 17
+        text = digit * rng.choice((4_299, 4_300, 4_301, 16_000, more))
     return text[:max_length]
 
 
@@ -192,28 +173,16 @@ def action(case: Case, rng: random.Random, observation: str, expert_actions: lis
     if expert_actions and rng.random() < 0.15:
         text = rng.choice(expert_actions)
         position, rest = rng.randrange(len(text) + 1), rng.randrange(3)
-        return (
-            text[:position] + hostile(rng, rng.choice((1, 1, 5, 20_000))) + text[position + rest :]
-        )
-    return filled(rng.choice(case.forms), rng, observation, hostile)
-
-
-def filled(
-    form: str, rng: random.Random, observation: str, text: Callable[[random.Random], str]
-) -> str:
+        inserted = hostile(rng, rng.choice((1, 1, 5, 20_000)))
+        return text[:position] + inserted + text[position + rest :]
     ids = re.findall(r"\[(\d+)\]", observation) or ["1"]
     things = re.findall(r"\b(?:an?|the) (\w[\w ]{2,30})", observation) or ["agent"]
-    fillers = {
-        "id": lambda: rng.choice(ids),
-        "thing": lambda: rng.choice(things),
-        "key": lambda: rng.choice(_KEYS),
-    }
-    return re.sub(r"\{(\w*)\}", lambda match: fillers.get(match[1], lambda: text(rng))(), form)
+    fillers = {"id": ids, "thing": things, "key": _KEYS}
 
+    def fill(match: re.Match[str]) -> str:
+        return rng.choice(fillers[match[1]]) if match[1] else hostile(rng)
 
-def words(rng: random.Random) -> str:
-    plain = "where is the red mug that my sister saw in your shop last week and what does it cost"
-    return " ".join(rng.choices(plain.split(), k=10))
+    return re.sub(r"\{(\w*)\}", fill, rng.choice(case.forms))
 
 
 @dataclass
@@ -223,102 +192,63 @@ class Played:
     num_steps: int = 0
     num_episodes: int = 0
     slowest: list[tuple[float, str]] = field(default_factory=list)  # seconds and action
-    # seconds over LIMIT_S, task, actions up to it
+    # seconds over the limit, task, actions up to it
     slow: list[tuple[float, int, list[str]]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     rewards: Counter[float] = field(default_factory=Counter)  # of episodes
 
-    def add(self, seconds: float, task: int, texts: list[str]) -> None:
+    def add(self, seconds: float, limit_s: float, task: int, texts: list[str]) -> None:
         self.num_steps += 1
-        if seconds > LIMIT_S:
+        if seconds > limit_s:
             self.slow.append((seconds, task, list(texts)))
-        text = texts[-1]
-        self.slowest = sorted(
-            [*self.slowest, (round(seconds, 3), f"{len(text)} characters: {text[:60]!a}")],
-            reverse=True,
-        )[:5]
+        said = f"{len(texts[-1])} characters: {texts[-1][:60]!a}"
+        self.slowest = sorted([*self.slowest, (round(seconds, 3), said)], reverse=True)[:5]
 
 
-async def episode(
-    pool: EnvPool,
-    case: Case,
-    key: str,
-    task: int,
-    say: Callable[[EnvSession], Any],
-    played: Played,
-    until: Callable[[], bool],
-) -> None:
-    """Play one episode with the actions of `say`; record an environment's failure."""
-    total, texts = 0.0, list[str]()
-    try:
-        async with pool.session(Item(case.env, task), key) as session:
-            for _ in range(STEPS):
-                if until():
-                    break
-                texts.append(await say(session))
-                began = time.perf_counter()
-                reply = await session.step(texts[-1])
-                played.add(time.perf_counter() - began, task, texts)
-                total += reply.reward
-                if reply.terminated or reply.truncated:
-                    break
-    except EnvError as error:
-        if error.kind != "expert_failed":
-            played.failures.append(f"task {task}: {error} after {''.join(texts[-1:])[:200]!a}")
-            report = {"task": task, "error": str(error), "actions": texts}
-            print(json.dumps(report), file=sys.stderr, flush=True)
-    played.num_episodes += 1
-    played.rewards[round(total, 3)] += 1
-
-
-async def ordinary(pool: EnvPool, case: Case, seconds: float) -> tuple[Played, list[str]]:
-    """Play episodes of the expert and of plain actions, with the attack's concurrency.
-    Return (results, the expert's actions).
-    """
-    played, numbers, ends = Played(), itertools.count(), time.monotonic() + seconds
-    expert_actions: list[str] = []
-
-    def over() -> bool:
-        return time.monotonic() > ends
-
-    async def ask(session: EnvSession) -> str:
-        expert_actions.append(await session.expert())
-        return expert_actions[-1]
-
-    async def player() -> None:
-        while not over():
-            number = next(numbers)
-            rng = random.Random(f"ordinary {number}")  # noqa: S311
-
-            async def say(session: EnvSession, rng: random.Random = rng) -> str:
-                return filled(rng.choice(case.plain), rng, session.observation, words)
-
-            player = ask if not case.plain or number % 2 == 0 else say
-            task = 37 * number % case.num_tasks
-            await episode(pool, case, f"ordinary {number}", task, player, played, over)
-
-    await asyncio.gather(*(player() for _ in range(case.sessions)))
-    return played, expert_actions
+async def expert_actions(pool: EnvPool, case: Case) -> list[str]:
+    actions = list[str]()
+    for task in range(8):
+        with contextlib.suppress(EnvError):  # the expert cannot solve this task
+            async with pool.session(
+                Item(case.env, 37 * task % case.num_tasks), f"{task}"
+            ) as session:
+                for _ in range(STEPS):
+                    actions.append(await session.expert())
+                    reply = await session.step(actions[-1])
+                    if reply.terminated or reply.truncated:
+                        break
+    return actions
 
 
 async def attack(
-    pool: EnvPool, case: Case, expert_actions: list[str], num_steps: int, seconds: float, seed: int
+    pool: EnvPool, case: Case, experts: list[str], num_steps: int, seconds: float, seed: int
 ) -> Played:
     played, numbers, ends = Played(), itertools.count(), time.monotonic() + seconds
-
-    def over() -> bool:
-        return played.num_steps >= num_steps or time.monotonic() > ends
 
     async def attacker() -> None:
         while not over():
             number = next(numbers)
             rng = random.Random(f"hostile {seed} {case.env} {number}")  # noqa: S311
+            task, total, texts = rng.randrange(case.num_tasks), 0.0, list[str]()
+            try:
+                async with pool.session(Item(case.env, task), f"hostile {number}") as session:
+                    for _ in range(STEPS):
+                        texts.append(action(case, rng, session.observation, experts))
+                        began = time.perf_counter()
+                        reply = await session.step(texts[-1])
+                        played.add(time.perf_counter() - began, case.limit_s, task, texts)
+                        total += reply.reward
+                        if reply.terminated or reply.truncated or over():
+                            break
+            except EnvError as error:
+                last = "".join(texts[-1:])[:200]
+                played.failures.append(f"task {task}: {error} after {last!a}")
+                print(task, error, json.dumps(texts), file=sys.stderr, flush=True)
+            played.num_episodes += 1
+            played.rewards[round(total, 3)] += 1
 
-            async def say(session: EnvSession, rng: random.Random = rng) -> str:
-                return action(case, rng, session.observation, expert_actions)
-
-            task = rng.randrange(case.num_tasks)
-            await episode(pool, case, f"hostile {number}", task, say, played, over)
+    def over() -> bool:
+        return played.num_steps >= num_steps or time.monotonic() > ends
 
     await asyncio.gather(*(attacker() for _ in range(case.sessions)))
     return played
@@ -340,42 +270,30 @@ async def play(
 ) -> dict[str, Any]:
     """Play one server's episodes; return its row. `problems` lists the failures."""
     async with EnvPool(endpoints, request_timeout_s=130) as pool:
-        usual, expert_actions = await ordinary(pool, case, case.ordinary_s)
-        attacked = await attack(pool, case, expert_actions, num_steps, seconds, seed)
-        limit_s = max(LIMIT_S, usual.slowest[0][0])
-        over = [slow for slow in attacked.slow if slow[0] > limit_s]
-        problems = attacked.failures[:20]
-        for number, (took, task, texts) in enumerate(sorted(over, reverse=True)[:20]):
-            least = took
-            for replay in range(REPLAYS):
-                key = f"again {number} {replay}"
-                least = min(least, await again(pool, case, task, texts, key))
-            said = f"{took:.2f} s, again {least:.2f} s: {texts[-1][:60]!a}"
+        experts = await expert_actions(pool, case)
+        played = await attack(pool, case, experts, num_steps, seconds, seed)
+        each_time = []
+        for number, (took, task, texts) in enumerate(sorted(played.slow, reverse=True)[:20]):
+            keys = [f"again {number} {replay}" for replay in range(REPLAYS)]
+            least = min([took, *[await again(pool, case, task, texts, key) for key in keys]])
+            said = f"{took:.2f} s, again {least:.2f} s: task {task}, {len(texts[-1])} characters"
             print(said, file=sys.stderr, flush=True)
-            if least > limit_s:
-                problems.append(
-                    f"{least:.2f} s each time: task {task}, {len(texts[-1])} characters:"
-                    f" {texts[-1][:200]!a}"
-                )
+            if least > case.limit_s:
+                each_time.append(f"{said}: {texts[-1][:200]!a}")
     return {
         "options": case.options,
+        "limit_s": case.limit_s,
         "hostile": {
-            "steps": attacked.num_steps,
-            "episodes": attacked.num_episodes,
-            "env_errors": len(attacked.failures),
-            "over_limit_once": len(over),
-            "over_limit_each_time": len(problems) - len(attacked.failures[:20]),
-            "slowest_s": attacked.slowest[0][0],
-            "slowest": [f"{took} s: {text}" for took, text in attacked.slowest],
-            "rewards": {str(reward): count for reward, count in sorted(attacked.rewards.items())},
+            "steps": played.num_steps,
+            "episodes": played.num_episodes,
+            "env_errors": len(played.failures),
+            "over_limit_once": len(played.slow),
+            "over_limit_each_time": len(each_time),
+            "slowest_s": played.slowest[0][0],
+            "slowest": [f"{took} s: {text}" for took, text in played.slowest],
+            "rewards": {str(reward): count for reward, count in sorted(played.rewards.items())},
         },
-        "ordinary": {
-            "steps": usual.num_steps,
-            "env_errors": len(usual.failures),
-            "slowest_s": usual.slowest[0][0],
-            "slowest": [f"{took} s: {text}" for took, text in usual.slowest],
-        },
-        "problems": problems,
+        "problems": [*played.failures[:20], *each_time],
     }
 
 
@@ -401,11 +319,9 @@ def main() -> None:
             row["tracebacks"] = logged.count("Traceback (most recent call last)")
         rows[name] = row
         print(name, json.dumps(row, indent=1), flush=True)
-    write(chosen.out, {"limit_s": LIMIT_S, "environments": rows})
-    if problems := [
-        f"{name}: {problem}" for name, row in rows.items() for problem in row["problems"]
-    ]:
-        sys.exit("\n".join(problems))
+    write(chosen.out, {"environments": rows})
+    problems = [f"{name}: {text}" for name, row in rows.items() for text in row["problems"]]
+    sys.exit("\n".join(problems) or 0)
 
 
 if __name__ == "__main__":

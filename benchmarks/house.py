@@ -46,12 +46,9 @@ def house(root: Path = ROOT) -> House:
         path: [node for node in ast.walk(ast.parse(source)) if isinstance(node, Function)]
         for path, source in packages.items()
     }
-    annotations = [
-        annotation
-        for definitions in functions.values()
-        for function in definitions
-        for annotation in annotated(function)
-    ]
+    every = [function for definitions in functions.values() for function in definitions]
+    annotations = [annotation for function in every for annotation in annotated(function)]
+    any_count = sum(isinstance(one, ast.Name) and one.id == "Any" for one in annotations)
     lengths = {path: len(source.splitlines()) for path, source in sources.items()}
     return House(
         num_lines=by_folder(lengths),
@@ -65,11 +62,7 @@ def house(root: Path = ROOT) -> House:
             for number, line in enumerate(source.splitlines(), 1)
             if len(line) > COLUMNS
         ],
-        any_frac=sum(
-            isinstance(annotation, ast.Name) and annotation.id == "Any"
-            for annotation in annotations
-        )
-        / len(annotations),
+        any_frac=any_count / len(annotations),
         long_functions={
             f"{path} {function.name}": length
             for path, definitions in functions.items()

@@ -95,13 +95,8 @@ def simulate_seeds(world: SeedsWorld, num: int, generator: np.random.Generator) 
         below += int((high < truth - 1e-12).sum()) / num
         above += int((low > truth + 1e-12).sum()) / num
         width += float((high - low).sum()) / num
-    return {
-        **asdict(world),
-        "coverage": round(1 - below - above, 4),
-        "below": round(below, 4),
-        "above": round(above, 4),
-        "width": round(width, 4),
-    }
+    shares = {"coverage": 1 - below - above, "below": below, "above": above, "width": width}
+    return {**asdict(world), **{name: round(share, 4) for name, share in shares.items()}}
 
 
 def _other(success: float) -> float:
@@ -121,15 +116,13 @@ def _row(
     world: SeedsWorld, success: float, ease: FloatArray, generator: np.random.Generator
 ) -> FloatArray:
     """Success of each seed and item, mean over samples. ease: [num, 1, items], standard normal."""
-    per_seed = np.clip(
-        success + world.spread * generator.standard_normal((len(ease), world.seeds, 1)), 0.0, 1.0
-    )
+    shift = world.spread * generator.standard_normal((len(ease), world.seeds, 1))
+    per_seed = np.clip(success + shift, 0.0, 1.0)
+    chance = np.broadcast_to(per_seed, (len(ease), world.seeds, world.items))
     if world.items_sd:
         logits, means = mean_of_logit(world.items_sd)
-        chance = 1 / (1 + np.exp(-(np.interp(per_seed, means, logits) + world.items_sd * ease)))
-        chance = np.where((per_seed == 0) | (per_seed == 1), per_seed, chance)
-    else:
-        chance = np.broadcast_to(per_seed, (len(ease), world.seeds, world.items))
+        varied = 1 / (1 + np.exp(-(np.interp(per_seed, means, logits) + world.items_sd * ease)))
+        chance = np.where((per_seed == 0) | (per_seed == 1), per_seed, varied)
     return generator.binomial(world.samples, chance) / world.samples
 
 
@@ -204,8 +197,7 @@ def simulate_families(
     world: FamiliesWorld, num: int, generator: np.random.Generator
 ) -> dict[str, Any]:
     """Simulate `num` tables of one world with their intervals."""
-    outside = dict.fromkeys(METHODS, 0)
-    width = dict.fromkeys(METHODS, 0.0)
+    outside, width = dict.fromkeys(METHODS, 0), dict.fromkeys(METHODS, 0.0)
     codes, truth = world.codes(), world.truth
     chunk = max(1, _FAMILIES_CHUNK // max(world.items, _DRAWS))
     units = world.families if codes is not None else world.items
@@ -214,10 +206,10 @@ def simulate_families(
     for first in range(0, num, chunk):
         values = _values(world, codes, min(chunk, num - first), generator)
         for method in METHODS:
+            known = codes if method == "ours" else None
             if method == "bootstrap":
                 low, high = _bootstrapped(values, codes, drawn)
             else:
-                known = codes if method == "ours" else None
                 _, low, high = clustered_intervals(
                     values, known, kind=world.kind, confidence=CONFIDENCE
                 )
@@ -300,15 +292,10 @@ def report(cells: list[dict[str, Any]], simulations: int) -> dict[str, Any]:
     def ends(coverages: list[float]) -> dict[str, Any]:
         return {"cells": len(coverages), "lowest": min(coverages), "highest": max(coverages)}
 
-    return {
-        "confidence": CONFIDENCE,
-        "band": list(BAND),
-        "simulations": simulations,
-        "inside": span(True),
-        "outside": span(False),
-        "outside_band": [cell for cell in cells if not within(cell)],
-        "cells": cells,
-    }
+    settings = {"confidence": CONFIDENCE, "band": list(BAND), "simulations": simulations}
+    spans = {"inside": span(True), "outside": span(False)}
+    outside_band = [cell for cell in cells if not within(cell)]
+    return {**settings, **spans, "outside_band": outside_band, "cells": cells}
 
 
 PARTS: dict[str, tuple[Any, Any, str]] = {
@@ -327,13 +314,13 @@ def main() -> int:
     num_outside = 0
     for part in chosen.parts or PARTS:
         worlds, simulate, name = PARTS[part]
-        cells = list(worlds())
-        cells = simulated(simulate, cells, [chosen.simulations] * len(cells), chosen.seed)
-        result = report(cells, chosen.simulations)
+        all_worlds = list(worlds())
+        nums = [chosen.simulations] * len(all_worlds)
+        result = report(simulated(simulate, all_worlds, nums, chosen.seed), chosen.simulations)
         write(chosen.out / name, result, rows=("outside_band", "cells"))
         print(f"{part}: inside the range {result['inside']}, outside {result['outside']}")
         num_outside += len(result["outside_band"])
-    return 0 if not num_outside else 1
+    return int(num_outside > 0)
 
 
 if __name__ == "__main__":

@@ -57,10 +57,8 @@ class Verdict:
     figures: str
 
     def __str__(self) -> str:
-        return (
-            f"{'not run' if self.ok is None else 'pass' if self.ok else 'FAIL':<8}{self.what}:"
-            f" {self.figures}"
-        )
+        word = {None: "not run", True: "pass", False: "FAIL"}[self.ok]
+        return f"{word:<8}{self.what}: {self.figures}"
 
 
 def main() -> int:
@@ -102,12 +100,7 @@ def main() -> int:
 
 def merged(cells: Sequence[Cell], *parts: Sequence[Row]) -> list[Row]:
     """Combine results from several sources into rows, in the cells' order."""
-    known = {
-        cell_result.cell.title: cell_result
-        for rows in parts
-        for row in rows
-        for cell_result in row.cells
-    }
+    known = {result.cell.title: result for rows in parts for row in rows for result in row.cells}
     by_row: dict[str, list[CellResult]] = {}
     for cell in cells:
         if cell.title in known:
@@ -119,9 +112,8 @@ def only(file: str, missing: Sequence[Cell]) -> dict[str, Any]:
     """Return the comparison of a file, restricted to these cells."""
     tree: dict[str, Any] = yaml.safe_load((ROOT / file).read_text(encoding="utf-8"))
     extra = {
-        cell_tree.get("name")
-        or f"{cell_tree.get('recipe', '')} {cell_tree.get('horizon', '')}".strip(): cell_tree
-        for cell_tree in tree.get("cells", ())
+        one.get("name") or f"{one.get('recipe', '')} {one.get('horizon', '')}".strip(): one
+        for one in tree.get("cells", ())
     }
     seeds: dict[str, list[int]] = {}
     for cell in missing:
@@ -153,12 +145,8 @@ def publish(
         for name, content in result_files(table_content).items():
             if name.endswith(".png"):
                 (out / name).write_bytes(content)
-    result = {
-        "verdicts": [asdict(verdict) for verdict in verdicts],
-        "published_claims": list(claims),
-        "tables": list(tables),
-    }
-    write(out / "learn.json", result)
+    judged = {"verdicts": [asdict(verdict) for verdict in verdicts], "published_claims": claims}
+    write(out / "learn.json", {**judged, "tables": tables})
     command = origin()["command"]
     text = ["# What it learns, and how sure that is", "", f"`{command}`", "", "## Verdicts", ""]
     text += ["| point | verdict | figures |", "| --- | --- | --- |"]
@@ -181,11 +169,8 @@ def save_items(rows: Sequence[Row], out: Path) -> None:
             for key, values in tables.items()
         }
 
-    items = {
-        cell.cell.title: {"after": plain(cell.after), "start": plain(cell.start)}
-        for row in rows
-        for cell in row.cells
-    }
+    results = (result for row in rows for result in row.cells)
+    items = {r.cell.title: {"after": plain(r.after), "start": plain(r.start)} for r in results}
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(items, separators=(",", ":"))
     (out / ITEMS_FILE).write_bytes(gzip.compress(text.encode(), mtime=0))
@@ -196,19 +181,14 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
     Errors: OSError if there are none.
     """
     saved = json.loads(gzip.decompress((out / ITEMS_FILE).read_bytes()))
-    known = {
-        row["name"]: row
-        for table_content in read(out / "learn.json")["tables"]
-        for row in table_content["rows"]
-    }
+    tables = read(out / "learn.json")["tables"]
+    known = {row["name"]: row for table_content in tables for row in table_content["rows"]}
     by_row: dict[str, list[CellResult]] = {}
-    missing = [cell for cell in cells if cell.title not in saved]
     for cell in cells:
         if cell.title in saved:
-            tables = [saved[cell.title][name] for name in ("after", "start")]
             after, start = (
                 one and {key: np.array(values, dtype=float) for key, values in one.items()}
-                for one in tables
+                for one in (saved[cell.title][name] for name in ("after", "start"))
             )
             row = known[cell.row]
             at = row["seeds"].index(cell.seed)
@@ -221,6 +201,7 @@ def saved_rows(cells: Sequence[Cell], out: Path) -> tuple[list[Row], list[Cell]]
             cost = {axis: values[at] for axis, values in row.get("cost", {}).items()}
             result = CellResult(cell, after, start, tuple(points), cost, (), ())
             by_row.setdefault(cell.row, []).append(result)
+    missing = [cell for cell in cells if cell.title not in saved]
     return [Row(name, tuple(results)) for name, results in by_row.items()], missing
 
 
@@ -251,9 +232,7 @@ def published(rows: Sequence[Row]) -> list[str]:
     """Return sentences that compare the paper's claims with these rows, by the intervals."""
     named = {row.name: row for row in rows}
     claims = []
-    staged = [(recipe, "") for recipe in ("ppo", "reinforce++", "grpo")] + [
-        ("grpo", ", locked door")
-    ]
+    staged = [("ppo", ""), ("reinforce++", ""), ("grpo", ""), ("grpo", ", locked door")]
     for (recipe, task), horizon in itertools.product(staged, ("long", "short")):
         growing = named.get(f"{recipe} ScalingInter{task}")
         fixed = named.get(f"{recipe} {horizon}{task}")
@@ -289,11 +268,8 @@ def by_recipe(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Return the rows of each recipe on the common level; groups are controls and other levels."""
     recipe_rows: dict[str, list[Row]] = {}
     for row in rows:
-        if (
-            not row.first.group
-            and row.gain("greedy") is not None
-            and row.first.cfg.algorithm.recipe not in SUPERVISED
-        ):
+        learned = row.first.cfg.algorithm.recipe not in SUPERVISED
+        if learned and not row.first.group and row.gain("greedy") is not None:
             recipe_rows.setdefault(row.first.recipe, []).append(row)
     return recipe_rows
 
@@ -309,12 +285,13 @@ def average(row: Row) -> str:
 
 def points(estimate: Estimate) -> str:
     """Format an estimate in points, with its lowest seed."""
-    interval = estimate.interval
+    mean, low, high = (100 * getattr(estimate.interval, end) for end in ("mean", "low", "high"))
     worst = f", least {100 * min(estimate.per_seed):+.1f}" if len(estimate.per_seed) > 1 else ""
-    return (
-        f"{100 * interval.mean:+.1f} [{100 * interval.low:+.1f}, {100 * interval.high:+.1f}]"
-        f" points{worst}"
-    )
+    return f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] points{worst}"
+
+
+def _cpu_s(row: Row) -> float:
+    return sum(cell.cost["cpu_s"] for cell in row.cells)
 
 
 def _validations(row: Row) -> list[tuple[float, float]]:
@@ -330,52 +307,44 @@ def _design(rows: Sequence[Row]) -> Verdict:
     items = min((row.first.cfg.evaluation.num_items for row in tested), default=0)
     seeds = min((len(row.seeds) for row in tested), default=0)
     # all rows of a task must have the same horizon
-    turns = sorted(
-        {(str(row.first.cfg.env.options), row.first.cfg.evaluation.max_turns) for row in tested}
-    )
+    cfgs = [row.first.cfg for row in tested]
+    turns = sorted({(str(cfg.env.options), cfg.evaluation.max_turns) for cfg in cfgs})
     ok = items >= ITEMS and seeds >= SEEDS and len(turns) == len({task for task, _ in turns})
-    return Verdict(
-        "test items, seeds, one horizon per task",
-        ok,
-        f"at least {items} items, {seeds} seeds, {[limit for _, limit in turns]} turns in"
-        f" {len(tested)} rows",
-    )
+    limits = [limit for _, limit in turns]
+    figures = f"at least {items} items, {seeds} seeds, {limits} turns in {len(tested)} rows"
+    return Verdict("test items, seeds, one horizon per task", ok, figures)
 
 
 def _recipe(recipe: str, row: Row) -> list[Verdict]:
     success = row.success(average(row))
     falls = [best - last for best, last in _validations(row)]
     seeds = ", ".join(f"{100 * value:.1f}" for value in success.per_seed)
-    worst = min(range(len(row.seeds)), key=lambda index: success.per_seed[index])
+    worst = min(success.per_seed)
+    seed = row.seeds[success.per_seed.index(worst)]
     ending = (
-        f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}), worst: seed"
-        f" {row.seeds[worst]} with {100 * success.per_seed[worst]:.1f} %, with horizon"
-        f" {row.first.horizon}, chosen by validation"
+        f"{100 * success.interval.mean:.1f} % sampled (seeds {seeds}), worst: seed {seed} with"
+        f" {100 * worst:.1f} %, with horizon {row.first.horizon}, chosen by validation"
     )
-    nearest = (
-        f"at most {100 * max(falls):.1f} points below its best validation success, seed by seed"
-        if falls
-        else "never validated"
-    )
-    what = f"{recipe} ends at {SUCCESS:.0%} or more with every seed"
-    near = max(falls) <= FROM_BEST if falls else None
+    near, nearest = None, "never validated"
+    if falls:
+        near, furthest = max(falls) <= FROM_BEST, f"{100 * max(falls):.1f} points below"
+        nearest = f"at most {furthest} its best validation success, seed by seed"
     return [
-        Verdict(what, success.per_seed[worst] >= SUCCESS, ending),
+        Verdict(
+            f"{recipe} ends at {SUCCESS:.0%} or more with every seed", worst >= SUCCESS, ending
+        ),
         Verdict(f"{recipe} ends near its own best", near, nearest),
     ]
 
 
 def _temperature(rows: Sequence[Row], chosen: dict[str, Row]) -> Verdict:
     what = "control (a): the warm start at its best temperature is below every recipe"
-    control = [row for row in rows if row.first.group == "temperature"]
-    validated, tested = (
-        {
-            row.first.cfg.evaluation.temperature: row
-            for row in control
-            if row.first.cfg.evaluation.split == split
-        }
-        for split in ("validation", "test")
-    )
+    splits: dict[str, dict[float, Row]] = {"validation": {}, "test": {}}
+    for row in rows:
+        if row.first.group == "temperature":
+            protocol = row.first.cfg.evaluation
+            splits[protocol.split][protocol.temperature] = row
+    validated, tested = splits.values()
     if not validated or not validated.keys() <= tested.keys() or not chosen:
         return Verdict(what, None, "its rows are not done")
     best = max(validated, key=lambda t: validated[t].success(average(validated[t])).interval.mean)
@@ -394,14 +363,10 @@ def _supervised_control(sft: Row | None, grpo: Row | None, task: str = "") -> Ve
     what = f"{task or 'control (b)'}: SFT for the same CPU time is below GRPO"
     if sft is None or grpo is None:
         return Verdict(what, None, "its row is not done")
-    sft_cpu_s, grpo_cpu_s = (
-        sum(cell.cost["cpu_s"] for cell in row.cells) / len(row.cells) for row in (sft, grpo)
-    )
+    sft_cpu_s, grpo_cpu_s = (_cpu_s(row) / len(row.cells) for row in (sft, grpo))
     gap = grpo.minus(sft, average(grpo))
-    figures = (
-        f"GRPO minus SFT {points(gap)};"
-        f" CPU-seconds of training {grpo_cpu_s:.0f} and {sft_cpu_s:.0f}"
-    )
+    spent = f"CPU-seconds of training {grpo_cpu_s:.0f} and {sft_cpu_s:.0f}"
+    figures = f"GRPO minus SFT {points(gap)}; {spent}"
     if sft_cpu_s < 0.95 * grpo_cpu_s:
         figures += ": SFT was given less; raise its stage_steps in its comparison"
         return Verdict(what, False, figures)
@@ -413,9 +378,8 @@ def _shuffled(row: Row | None) -> Verdict:
     if row is None:
         return Verdict(what, None, "its row is not done")
     gains = {key: row.gain(key) for key in (average(row), "greedy")}
-    figures = ", ".join(
-        f"{key.replace('_at_', '@')} {points(gain)}" for key, gain in gains.items() if gain
-    )
+    named = ((key.replace("_at_", "@"), gain) for key, gain in gains.items())
+    figures = ", ".join(f"{key} {points(gain)}" for key, gain in named if gain)
     none = all(gain is not None and gain.interval.low <= 0 for gain in gains.values())
     return Verdict(what, none, figures)
 
@@ -435,8 +399,7 @@ def _claim(what: str, a: Row, b: Row) -> str:
     shows = "does not show, the interval includes 0"
     if low > 0 or high < 0:
         shows = "shows" if low > 0 else "the opposite shows"
-    cost, other = (sum(cell.cost["cpu_s"] for cell in row.cells) for row in (a, b))
-    cheaper = cost / max(1e-9, other)
+    cheaper = _cpu_s(a) / max(1e-9, _cpu_s(b))
     limit = a.limit(b, average(a))
     room = f" Both rows are at the {limit}: little could show." if limit else ""
     return f"{what}: {shows}, {points(gap)} sampled, for {cheaper:.2f} times the CPU-seconds.{room}"

@@ -28,23 +28,16 @@ ENOUGH = 0.6  # of a module's lines
 FEW = "not slow and not gpu and not ray and not vllm and not kubernetes and not real"
 LIMIT_S = 1800
 LIBRARIES = (
-    "torch",
-    "transformers",
-    "mlflow",
-    "pandas",
-    "matplotlib",
-    "fastapi",
-    "uvicorn",
-    "boto3",
+    *("torch", "transformers", "mlflow", "pandas"),
+    *("matplotlib", "fastapi", "uvicorn", "boto3"),
 )
 SHARED = "AGENTGYM_TEST_SHARED"  # folder of logs and of files that several tests share
 
 
 def main() -> int:
     parser = parser_of(__doc__)
-    parser.add_argument(
-        "--only", nargs="*", default=[""], help="measure only paths that contain one of these"
-    )
+    only = "measure only paths that contain one of these"
+    parser.add_argument("--only", nargs="*", default=[""], help=only)
     parser.add_argument("--jobs", type=int, default=2)
     arguments = parser.parse_args()
     test_of_module = {path: like_named(path) for path in modules()}
@@ -64,14 +57,8 @@ def main() -> int:
     enough = sum(row["share"] >= ENOUGH for row in rows)
     share = round(enough / len(rows), 3)
     sys.stdout.write(f"{enough} of {len(rows)} modules: {share:.1%}\n")
-    result = {
-        "enough": ENOUGH,
-        "num_modules": len(rows),
-        "num_enough": enough,
-        "share": share,
-        "modules": rows,
-    }
-    write(OUT, result)
+    counts = {"enough": ENOUGH, "num_modules": len(rows), "num_enough": enough, "share": share}
+    write(OUT, {**counts, "modules": rows})
     return 0
 
 
@@ -142,13 +129,10 @@ def lines_run(test: str) -> dict[str, float]:
     report = [sys.executable, "-m", "coverage", "json", "--data-file", f"{shared}/{name}.data"]
     subprocess.run([*report, "-o", f"{shared}/{name}.json"], check=True, timeout=LIMIT_S)
     files = json.loads(Path(f"{shared}/{name}.json").read_text(encoding="utf-8"))["files"]
+    lines = {path: report["summary"] for path, report in files.items()}
     return {
-        path: round(
-            file_report["summary"]["covered_lines"]
-            / max(file_report["summary"]["num_statements"], 1),
-            3,
-        )
-        for path, file_report in files.items()
+        path: round(summary["covered_lines"] / max(summary["num_statements"], 1), 3)
+        for path, summary in lines.items()
     }
 
 

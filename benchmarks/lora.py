@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of, read, write
+from harness import config_in, last_stage, parser_of, read, write
 
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.environment import environment_servers
 from agentgym.learner.start import LearnerPlan
@@ -40,17 +40,13 @@ from agentgym.types import Item
 
 CHANGES = ["lora.rank=16", "lora.alpha=32", "optimizer.lr=0.002"]
 PATIENCE = [  # long timeouts for a busy machine; they change no result
-    "rollout.episode_timeout_s=3600",
-    "env.request_timeout_s=1800",
-    "env.session_ttl_s=3600",
-    "env.start_timeout_s=1800",
+    *("rollout.episode_timeout_s=3600", "env.request_timeout_s=1800"),
+    *("env.session_ttl_s=3600", "env.start_timeout_s=1800"),
 ]
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "lora.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    chosen = parser.parse_args()
+    chosen = parser_of(__doc__, "lora.json", seeds=(0, 1, 2)).parse_args()
     set_threads()
     known = read(chosen.out, {})
     runs = known["runs"] if known.get("changes") == CHANGES else []
@@ -65,22 +61,20 @@ def main() -> int:
 
 def verdict(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Check that each seed's gain is significant and each adapter acts as its merged weights."""
+    played = [run["greedy"] for run in runs]
+    same = all(greedy["same"] == greedy["items"] for greedy in played)
     return {
-        "ok": all(
-            run["gain"]["low"] > 0 and run["greedy"]["same"] == run["greedy"]["items"]
-            for run in runs
-        ),
+        "ok": same and all(run["gain"]["low"] > 0 for run in runs),
         "start": [round(100 * run["start"]["mean"], 1) for run in runs],
         "end": [round(100 * run["end"]["mean"], 1) for run in runs],
-        "items": min(run["greedy"]["items"] for run in runs),
-        "actions": sum(run["greedy"]["actions"] for run in runs),
+        "items": min(greedy["items"] for greedy in played),
+        "actions": sum(greedy["actions"] for greedy in played),
     }
 
 
 def run(seed: int, state: Path) -> dict[str, Any]:
-    state_settings = [f"seed={seed}", f"store.path={state / 'store'}"]
-    cfg = load_config(ROOT / "params.yaml", [*state_settings, *CHANGES, *PATIENCE])
-    last = stages(cfg.horizon)[-1].name
+    cfg = config_in(state, f"seed={seed}", *CHANGES, *PATIENCE)
+    last = last_stage(cfg)
     run_with_parents(f"evaluate-{last}", cfg, wait_s=3600)
     store = open_store(cfg)
     completed = finished(cfg, store)
@@ -98,9 +92,7 @@ def run(seed: int, state: Path) -> dict[str, Any]:
             "adapter": size_of(trained, ADAPTER),
             "its_optimizer": size_of(resumable(store, trained), OPTIMIZER),
         },
-        "train_s": round(
-            sum(completed[stage.name].timings["wall_s"] for stage in stages(cfg.horizon)), 1
-        ),
+        "train_s": round(sum(completed[s.name].timings["wall_s"] for s in stages(cfg.horizon)), 1),
     }
 
 
@@ -117,25 +109,16 @@ def size_of(manifest: Manifest, name: str) -> int:
 def compared(cfg: RunConfig, store: RunStore, trained: Manifest, data: Manifest) -> dict[str, Any]:
     """Play all test items greedily with the adapter and with its merged weights; compare."""
     items = splits_from_json(store.read(data, "splits.json")).test[: cfg.evaluation.num_items]
-    merged = load_checkpoint(store, trained)
-    adapter_actions = actions(cfg, unmerged(store, trained, merged), items)
-    merged_actions = actions(cfg, merged, items)
+    merged, adapter = load_checkpoint(store, trained), adapter_of(store, trained)
+    assert adapter is not None
+    plan = LearnerPlan(merged.architecture, adapter.policy, cfg.optimizer, 1, adapter=adapter)
+    separate = replace(merged, weights=plan.build().model)
+    pairs = [actions(cfg, checkpoint, items) for checkpoint in (separate, merged)]
     return {
         "items": len(items),
-        "actions": sum(map(len, merged_actions)),
-        "same": sum(
-            one == other for one, other in zip(adapter_actions, merged_actions, strict=True)
-        ),
+        "actions": sum(map(len, pairs[1])),
+        "same": sum(one == other for one, other in zip(*pairs, strict=True)),
     }
-
-
-def unmerged(store: RunStore, trained: Manifest, merged: Checkpoint) -> Checkpoint:
-    """Return a checkpoint whose model keeps the adapter separate from the frozen weights."""
-    adapter = adapter_of(store, trained)
-    assert adapter is not None
-    optimizer = load_config(ROOT / "params.yaml").optimizer
-    plan = LearnerPlan(merged.architecture, adapter.policy, optimizer, 1, adapter=adapter)
-    return replace(merged, weights=plan.build().model)
 
 
 def actions(cfg: RunConfig, checkpoint: Checkpoint, items: Sequence[Item]) -> list[list[str]]:

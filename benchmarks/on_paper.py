@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -69,12 +70,11 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@dataclass(slots=True, eq=False)
 class _Block:
-    __slots__ = ("kind", "size", "watch")
-
-    def __init__(self, kind: str) -> None:
-        self.kind, self.size = kind, 0
-        self.watch: Any = None
+    kind: str
+    size: int = 0
+    watch: Any = None
 
 
 class Ledger(TorchDispatchMode):
@@ -158,10 +158,8 @@ class Ledger(TorchDispatchMode):
         if func is WAIT:  # its fake version would copy
             return args[0]
         self._told(func, args, kwargs)
-        if is_fake or _makes_floats(inputs, kwargs):
-            with self._fake:
-                result = func(*args, **kwargs)
-        else:
+        makes_fakes = is_fake or _makes_floats(inputs, kwargs)
+        with self._fake if makes_fakes else contextlib.nullcontext():
             result = func(*args, **kwargs)
         to_host = (  # a cast's gradient also passes a device
             func is COPY and kwargs.get("device") is not None and inputs[0].dtype == result.dtype
@@ -194,9 +192,8 @@ class Ledger(TorchDispatchMode):
         if key not in self._blocks:
             if kind == OTHER and tensor.ndim > 1 and tensor.shape[-1] == self._vocab_size:
                 kind = "logits"
-            block = _Block(kind)
-            block.watch = weakref.ref(storage, lambda _: self._gone(key))
-            self._blocks[key] = block
+            watch = weakref.ref(storage, lambda _: self._gone(key))
+            self._blocks[key] = _Block(kind, watch=watch)
         self._sized(storage)
 
     def _sized(self, storage: torch.UntypedStorage) -> None:

@@ -14,30 +14,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import (
-    ROOT,
-    completed,
-    cpu_of_children,
-    parser_of,
-    peak_memory,
-    pipeline_in,
-    set_words,
-    write,
-)
+import harness
 
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished, open_store
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "pipeline.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--params", type=Path, default=ROOT / "params.yaml")
+    parser = harness.parser_of(__doc__, "pipeline.json", seeds=(0, 1, 2))
+    parser.add_argument("--params", type=Path, default=harness.ROOT / "params.yaml")
     parser.add_argument("--curve", type=Path, help="PNG of the first seed's learning curve")
     parser.add_argument("--keep", type=Path, help="folder that keeps the runs, one a seed")
     arguments = parser.parse_args()
     is_default = arguments.out == parser.get_default("out")
-    curve = arguments.curve or (ROOT / "docs/learning_curve.png" if is_default else None)
+    curve = arguments.curve or (harness.ROOT / "docs/learning_curve.png" if is_default else None)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in arguments.seeds:
@@ -45,7 +35,7 @@ def main() -> None:
             image = runs[-1].pop("learning_curve")
             if curve is not None and len(runs) == 1:
                 curve.write_bytes(image)
-            write(arguments.out, {"runs": runs})
+            harness.write(arguments.out, {"runs": runs})
 
 
 def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
@@ -54,20 +44,20 @@ def run(params: Path, seed: int, state: Path) -> dict[str, Any]:
     words = ["--params", str(params), f"seed={seed}"]
     seconds, cpu, printed, peaks = [], [], [], []
     for _ in range(2):
-        began, cpu_began = time.perf_counter(), cpu_of_children()
-        with peak_memory() as peak:
-            printed.append(pipeline_in(ROOT, state, *words, timeout_s=14400))
+        began, cpu_began = time.perf_counter(), harness.cpu_of_children()
+        with harness.peak_memory() as peak:
+            printed.append(harness.pipeline_in(harness.ROOT, state, *words, timeout_s=14400))
         sys.stdout.write(printed[-1])
         peaks.append(round(peak["bytes"] / 2**30, 2))
         seconds.append(round(time.perf_counter() - began, 1))
-        cpu.append(round(cpu_of_children() - cpu_began, 1))
+        cpu.append(round(harness.cpu_of_children() - cpu_began, 1))
     pace = re.search(r"^pace +(\d+) times the reference work, ([\d.]+) s", printed[0], re.M)
     parts = re.search(r"^time +(.+)$", printed[0], re.M)
     assert pace is not None
     assert parts is not None
     expected = re.search(r"^the whole run takes about (.+) \(", printed[0], re.M)
     audit = ["-m", "agentgym", "audit", "--episodes", "8", "--params", str(params)]
-    audited = completed([*audit, *set_words(overrides)], timeout_s=7200)
+    audited = harness.completed([*audit, *harness.set_words(overrides)], timeout_s=7200)
     cfg = load_config(params, overrides)
     store = open_store(cfg)
     steps = finished(cfg, store)

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
-from harness import ROOT, env_server, output_of, parser_of, repeated, set_words, write
+from harness import ROOT, config_in, env_server, output_of, parser_of, repeated, set_words, write
 
 from agentgym.config import RunConfig, load_config
 from agentgym.data.items import load_splits, train_stream
@@ -34,11 +34,8 @@ from agentgym.tracking.deliver import committed_points
 TRL = "trl==1.16.0"
 BEFORE = ("prepare", "demonstrate", "initialize", "warm-start")
 OURS = (
-    "horizon.kind=fixed",
-    "horizon.max_turns=[12]",
-    "validation.every=0",
-    "algorithm.minibatches=1",
-    "optimizer.warmup_steps=0",
+    *("horizon.kind=fixed", "horizon.max_turns=[12]", "validation.every=0"),
+    *("algorithm.minibatches=1", "optimizer.warmup_steps=0"),
 )
 WAYS = (  # TRL's interface, threads of torch
     ("rollout_func", 1),
@@ -95,7 +92,7 @@ def installed(folder: Path) -> Path:
 
 def warm_started(folder: Path) -> RunConfig:
     """Make the model from which all ways start, and the file of their items, in order."""
-    cfg = load_config(ROOT / "params.yaml", [f"store.path={folder}/warm/store"])
+    cfg = config_in(folder / "warm")
     for step in BEFORE:
         run_step(step, cfg)
     export = ["-m", "agentgym", "export", "warm-start", str(folder / "model")]

@@ -104,10 +104,8 @@ def main() -> None:
             }
         else:
             tokenizer.chat_template, tokenizer.response_template = TEMPLATE, RESPONSES
-            rows = [
-                {"prompt": [{"role": "user", "content": ""}], "task_id": task_id}
-                for task_id in task_ids
-            ]
+            prompt = [{"role": "user", "content": ""}]
+            rows = [{"prompt": prompt, "task_id": task_id} for task_id in task_ids]
             config |= {
                 "max_completion_length": 440,
                 "max_tool_calling_iterations": MAX_TURNS,
@@ -134,12 +132,8 @@ class StepLines(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if logs and "reward" in logs:
-            row = {
-                "time": time.time(),
-                "episodes": ITEMS_PER_STEP * GROUP_SIZE,
-                "reward": float(logs["reward"]),
-            }
-            self._lines.write(json.dumps(row) + "\n")
+            row = {"time": time.time(), "episodes": ITEMS_PER_STEP * GROUP_SIZE}
+            self._lines.write(json.dumps({**row, "reward": float(logs["reward"])}) + "\n")
             self._lines.flush()
 
 
@@ -161,9 +155,8 @@ class BatchedLoop:
     def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
         from trl.models.utils import unwrap_model_for_generation
 
-        begun = self._send(
-            [{"request_key": next(KEYS), "task_id": int(prompt)} for prompt in prompts]
-        )
+        asked = [{"request_key": next(KEYS), "task_id": int(prompt)} for prompt in prompts]
+        begun = self._send(asked)
         sessions = [reply["session_id"] for reply in begun]
         prompt_ids = [self._encode(f"<|user|>{r['observation']}<|assistant|>") for r in begun]
         completion_ids: list[list[int]] = [[] for _ in prompts]
@@ -216,13 +209,10 @@ class BatchedLoop:
     @torch.no_grad()
     def _generate(self, model: Any, histories: list[list[int]]) -> list[list[int]]:
         width = max(map(len, histories))
-        ids = torch.tensor(
-            [[self._pad] * (width - len(history)) + history for history in histories]
-        )
+        ids = torch.tensor([[self._pad] * (width - len(one)) + one for one in histories])
         mask = (ids != self._pad).long()
-        rows = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._sampling)[
-            :, width:
-        ].tolist()
+        whole = model.generate(input_ids=ids, attention_mask=mask, generation_config=self._sampling)
+        rows = whole[:, width:].tolist()
         return [row[: row.index(self._end) + 1] if self._end in row else row for row in rows]
 
 
@@ -236,9 +226,8 @@ class Environment:
     def reset(self, task_id: int, **_: Any) -> str:
         if self._session:
             self._post("close")
-        reply = HTTP.post(
-            f"{self._url}/create", json={"request_key": next(KEYS), "task_id": task_id}, timeout=60
-        ).json()
+        asked = {"request_key": next(KEYS), "task_id": task_id}
+        reply = HTTP.post(f"{self._url}/create", json=asked, timeout=60).json()
         self._session, self._turn, self._reward = reply["session_id"], 0, 0.0
         self._done = False
         return reply["observation"]

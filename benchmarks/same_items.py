@@ -17,46 +17,34 @@ import tempfile
 from pathlib import Path
 from unittest import mock
 
-from harness import ROOT, parser_of, stage_points, write
+from harness import ROOT, config_in, parser_of, stage_points, write
 
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.data.items import ItemStream
 from agentgym.pipeline.run import run_with_parents
 from agentgym.types import Item
 
 PROFILE = ROOT / "profiles/textcraft-cpu.yaml"
-SHORT = [
-    "warm_start.steps=500",
-    "rollout.items_per_step=8",
-    "horizon.kind=fixed",
-    "horizon.max_turns=[4]",
-    "validation.every=0",
-]
-RATES = [3e-4, 1e-4]
+SETTINGS = (
+    *("warm_start.steps=500", "rollout.items_per_step=8", "horizon.kind=fixed"),
+    *("horizon.max_turns=[4]", "validation.every=0", "horizon.stage_steps=[40]"),
+)
+RATES = (3e-4, 1e-4)
 
 
 def main() -> None:
-    parser = parser_of(__doc__, "same_items.json")
-    parser.add_argument("--params", type=Path, default=PROFILE)
-    parser.add_argument(
-        "--set", action="append", default=[], help="key=value, in addition to " + " ".join(SHORT)
-    )
-    parser.add_argument("--steps", type=int, default=40)
-    chosen = parser.parse_args()
-    overrides = [*SHORT, *chosen.set, f"horizon.stage_steps=[{chosen.steps}]"]
+    chosen = parser_of(__doc__, "same_items.json").parse_args()
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         new, same = Path(folder) / "new", Path(folder) / "same"
-        run_with_parents(
-            "warm-start", load_config(chosen.params, [*overrides, f"store.path={new}"])
-        )
+        run_with_parents("warm-start", config_in(new, *SETTINGS, params=PROFILE))
         shutil.copytree(new, same)  # separate stores: step keys do not depend on the sampled items
         for store, rate in itertools.product((same, new), RATES):
-            settings = [*overrides, f"optimizer.lr={rate}", f"store.path={store}"]
-            success = train(load_config(chosen.params, settings), again=store == same)
+            cfg = config_in(store, *SETTINGS, f"optimizer.lr={rate}", params=PROFILE)
+            success = train(cfg, again=store == same)
             runs.append({"items": store.name, "lr": rate, "success": success})
             sys.stdout.write(f"{store.name:4} items, lr {rate:g}: {fifths(success)}\n")
-    write(chosen.out, {"settings": overrides, "runs": runs})
+    write(chosen.out, {"settings": SETTINGS, "runs": runs})
 
 
 def train(cfg: RunConfig, *, again: bool) -> list[float]:
@@ -77,11 +65,9 @@ def train(cfg: RunConfig, *, again: bool) -> list[float]:
 
 def fifths(values: list[float]) -> list[float]:
     """Return means over five parts of equal length, in order."""
-    size = len(values) / 5
-    return [
-        round(statistics.mean(values[round(part * size) : round((part + 1) * size)]), 3)
-        for part in range(5)
-    ]
+    ends = [round(part * len(values) / 5) for part in range(6)]
+    parts = itertools.pairwise(ends)
+    return [round(statistics.mean(values[start:end]), 3) for start, end in parts]
 
 
 if __name__ == "__main__":

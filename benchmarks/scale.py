@@ -26,8 +26,7 @@ from typing import Any
 
 import checkpoints
 import torch
-import torch.distributed as dist
-from harness import ROOT, parser_of, read, write
+from harness import ROOT, parser_of, read, table, write
 from on_paper import HOST, Ledger, PaperHost, Traffic, paper_group
 from packed import batch_of
 
@@ -85,18 +84,13 @@ def main() -> int:
     parser = parser_of(__doc__, "scale.json")
     parser.add_argument("--check", type=Path, help="an earlier result whose real runs are used")
     parser.add_argument("--models", type=Path, help="an earlier result whose large models are used")
-    parser.add_argument("--folder", type=Path, help="folder for the real runs' files")
-    parser.add_argument("--half", action="store_true", help="train half of the model for real")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     shape = MODELS["0.5B"]
-    if chosen.half:
-        halves = {name: shape[name] // 2 for name in ("num_hidden_layers", "vocab_size")}
-        shape = {**shape, **halves}
     if chosen.check:
         real = read(chosen.check)["check"]["real"]
     else:
-        with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
+        with tempfile.TemporaryDirectory() as folder:
             real = {str(size): really(Path(folder), shape, size) for size in CHECKED}
             print(json.dumps(real), file=sys.stderr)
     check = compared(real, {ranks: as_real(shape, int(ranks)) for ranks in real}, shape)
@@ -292,9 +286,7 @@ def rank_main(folder: Path, rank: int, size: int) -> None:
     with phase("commit"):
         written = learner.snapshot().write(store_place, checkpoints.STEP, checkpoints.KEY)
     measurements["blobs"] = {name: blob.model_dump() for name, blob in written.items()}
-    (folder / f"told-{rank}.json").write_text(json.dumps(measurements), encoding="utf-8")
-    if size > 1:
-        dist.destroy_process_group()
+    checkpoints.leave(folder, rank, measurements)
 
 
 def checked_batch(ranks: int) -> Batch:
@@ -314,13 +306,12 @@ def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any])
         for ranks, run in paper.items()
     }
     factors = {phase: real["1"]["mib"][phase] / mib["1"][phase] for phase in PHASES}
+
+    def error(ranks: str, phase: str) -> float:
+        return round(factors[phase] * mib[ranks][phase] / real[ranks]["mib"][phase] - 1, 3)
+
     off = {
-        ranks: {
-            phase: round(factors[phase] * mib[ranks][phase] / real[ranks]["mib"][phase] - 1, 3)
-            for phase in PHASES
-        }
-        for ranks in real
-        if ranks != "1"
+        ranks: {phase: error(ranks, phase) for phase in PHASES} for ranks in real if ranks != "1"
     }
     for ranks, traced_run in paper.items():
         assert traced_run["moved"]["update"] == real[ranks]["moved"], (ranks, traced_run["moved"])
@@ -331,8 +322,7 @@ def compared(real: dict[str, Any], paper: dict[str, Any], shape: dict[str, Any])
         "tokens_of_a_rank": CHECKED_TOKENS,
         "real": real,
         "paper_mib": {
-            ranks: {phase: round(size) for phase, size in by_phase.items()}
-            for ranks, by_phase in mib.items()
+            ranks: {phase: round(row[phase]) for phase in row} for ranks, row in mib.items()
         },
         "factors": {phase: round(factor, 3) for phase, factor in factors.items()},
         "off": off,
@@ -362,44 +352,31 @@ def told_of(result: dict[str, Any]) -> str:
     if left_out := len(SIZES) * (len(RANKS) + len(LOADS) - 1) - num_rows:
         lines.append(f"In the tables below {left_out} rows are missing: not run.")
     parts = [
-        "\n".join(lines),
-        "## Phases",
-        table(result),
-        "## An update at 8 ranks",
+        lines,
+        ["## Phases"],
+        ranks_table(result),
+        ["## An update at 8 ranks"],
         loads_table(result, ("weights", "master weights", "moments", "gradients", HOST)),
-        "Temporary memory of the same updates:",
+        ["Temporary memory of the same updates:"],
         loads_table(
             result,
             ("gathered weights", "exchanged gradients", "activations", "logits", STEP),
         ),
     ]
-    return "\n\n" + "\n\n".join(parts) + "\n\n"
+    return "\n\n" + "\n\n".join(map("\n".join, parts)) + "\n\n"
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = [
-        "| model | ranks | build | update | publish | host | exchange s | publish s | commit s"
-        " | written s |",
-        "|---" * 10 + "|",
-    ]
-    usual = vars(Load())
+def ranks_table(result: dict[str, Any]) -> list[str]:
+    titles = ("model", "ranks", "build", "update", "publish", "host", "exchange s")
+    rows = []
     for name, model in result["models"].items():
-        for row in model["rows"]:
-            if any(row[setting] != value for setting, value in usual.items()):
-                continue
+        for row in [row for row in model["rows"] if vars(Load()).items() <= row.items()]:
             took = row["seconds"]
-            cells = [
-                name,
-                str(row["ranks"]),
-                *(gib(result, row, phase) for phase in ("build", "update", "publish")),
-                f"{row['bytes']['commit'][HOST] / 2**30:.1f}",
-                f"{took['exchange']:.2f}",
-                f"{took['gather'] + took['send']:.1f}",
-                f"{took['copy']:.2f}",
-                f"{took['write']:.0f}",
-            ]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            cells = [gib(result, row, phase) for phase in ("build", "update", "publish")]
+            cells += [f"{row['bytes']['commit'][HOST] / 2**30:.1f}", f"{took['exchange']:.2f}"]
+            cells += [f"{took['gather'] + took['send']:.1f}", f"{took['copy']:.2f}"]
+            rows.append((name, row["ranks"], *cells, f"{took['write']:.0f}"))
+    return table((*titles, "publish s", "commit s", "written s"), rows, "|---" * 10 + "|")
 
 
 def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
@@ -408,23 +385,18 @@ def gib(result: dict[str, Any], row: dict[str, Any], phase: str) -> str:
     return f"{size_on_device * max(1.0, result['check']['factors'][phase]) / 2**30:.1f}"
 
 
-def loads_table(result: dict[str, Any], kinds: Sequence[str]) -> str:
+def loads_table(result: dict[str, Any], kinds: Sequence[str]) -> list[str]:
     """Return a table of these kinds of memory in an update, in GiB, at NODE ranks."""
-    titles = ["AdamW" if kind == STEP else kind for kind in kinds]
-    lines = [f"| model | blocks | {' | '.join(titles)} |"]
-    lines += ["|---" * (2 + len(kinds)) + "|"]
+    titles = ("model", "blocks", *("AdamW" if kind == STEP else kind for kind in kinds))
+    rows = []
     for name, model in result["models"].items():
         for row in [candidate for candidate in model["rows"] if candidate["ranks"] == NODE]:
-            gib_by_kind = [row["bytes"]["update"].get(kind, 0) / 2**30 for kind in kinds]
             blocks = "checkpointed" if row["checkpointing"] else "whole"
             blocks += ", states on the host" if row["offload"] else ""
-            sizes = " | ".join(f"{size:.1f}" for size in gib_by_kind)
-            lines.append(f"| {name} | {blocks} | {sizes} |")
-    return "\n".join(lines)
+            sizes = (f"{row['bytes']['update'].get(kind, 0) / 2**30:.1f}" for kind in kinds)
+            rows.append((name, blocks, *sizes))
+    return table(titles, rows, "|---" * len(titles) + "|")
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        rank_main(Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
-        sys.exit()
-    sys.exit(main())
+    checkpoints.main_of(rank_main, main)

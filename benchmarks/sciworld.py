@@ -17,12 +17,11 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import psutil
-from harness import completed, cpu_seconds, env_server, parser_of, read, write
+from harness import completed, cpu_seconds, env_server, parser_of, write
 
 from agentgym.rollouts.pools import EnvPool
 from agentgym.types import Item
@@ -58,8 +57,7 @@ def cold_start() -> dict[str, Any]:
     with env_server("sciworld") as endpoint:
         ready_s = time.perf_counter() - began
         processes = psutil.Process().children(recursive=True)
-        java = [process for process in processes if process.name() == "java"]
-        resident = [process.memory_info().rss for process in java]
+        resident = [p.memory_info().rss for p in processes if p.name() == "java"]
         opened_s, cpu_s = [], [cpu_seconds(processes)]
         for number in range(3):
             opened_s.append(asyncio.run(open_at_once(endpoint, number)))
@@ -70,9 +68,7 @@ def cold_start() -> dict[str, Any]:
         "cpu_s_until_ready": round(cpu_s[0], 2),
         # at once, closed, at once again
         "eight_sessions_s": [round(elapsed_s, 2) for elapsed_s in opened_s],
-        "eight_sessions_cpu_s": [
-            round(after - before, 2) for before, after in itertools.pairwise(cpu_s)
-        ],
+        "eight_sessions_cpu_s": [round(b - a, 2) for a, b in itertools.pairwise(cpu_s)],
         "load_average": round(load, 1),
     }
 
@@ -93,9 +89,12 @@ def play_ours() -> list[Transcript]:
         pool.close()
 
 
-def play_stock(
-    options: Callable[[int], list[str]] = java_options, *, backwards: bool = False
-) -> list[Transcript]:
+def play_stock(*, repeatable: bool = False, backwards: bool = False) -> list[Transcript]:
+    """Play on the stock engine, with equal identity hashes or not; its memory is bounded."""
+
+    def options(heap_mib: int) -> list[str]:
+        return [one for one in java_options(heap_mib) if repeatable or one not in REPEATABLE]
+
     with patch.object(stock, "java_options", options):
         slot = stock.start()
     try:
@@ -104,18 +103,12 @@ def play_stock(
         slot.end()
 
 
-def stock_options(heap_mib: int) -> list[str]:
-    """Return the package's Java options without equal identity hashes; memory is bounded."""
-    return [option for option in java_options(heap_mib) if option not in REPEATABLE]
-
-
 def differing(one: list[Transcript], other: list[Transcript]) -> list[dict[str, Any]]:
     """Return a row per game with other texts, scores or ends: first difference, kind."""
     rows = []
     for task, left, right in zip(GAMES, one, other, strict=True):
-        turns = [
-            turn for turn, pair in enumerate(zip(left, right, strict=True)) if pair[0] != pair[1]
-        ]
+        pairs = zip(left, right, strict=True)
+        turns = [turn for turn, (mine, theirs) in enumerate(pairs) if mine != theirs]
         if turns:
             outcomes = [[texts[-3:-1] for texts in transcript] for transcript in (left, right)]
             rows.append(
@@ -138,28 +131,20 @@ def _words(texts: tuple[str, ...]) -> list[str]:
 def main() -> None:
     parser = parser_of(__doc__, "sciworld_engine.json")
     parser.add_argument("--starts", type=int, default=3, help="cold starts, one after the other")
-    kept = "leave the other part of the file as it is"
-    parser.add_argument("--only", choices=["cold", "order"], help=kept)
     arguments = parser.parse_args()
-    result = read(arguments.out, {}) if arguments.only else {}
-    if arguments.only != "order":
-        result["cold_starts"] = [cold_start() for _ in range(arguments.starts)]
-        print(*result["cold_starts"], sep="\n")
-    if arguments.only != "cold":
-        ours, bound = play_ours(), play_stock()
-        forwards = play_stock(stock_options)
-        backwards = play_stock(stock_options, backwards=True)
-        version = completed(["java", "-version"]).stderr.splitlines()[0]
-        result["order"] = {
-            "java": version,
-            "games": len(GAMES),
-            "turns": sum(len(transcript) for transcript in ours),
-            "ours_against_stock_under_our_options": differing(ours, bound),
-            "ours_against_stock": differing(ours, forwards),
-            "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
-        }
-        print(json.dumps(result["order"], indent=1))
-    write(arguments.out, result)
+    cold_starts = [cold_start() for _ in range(arguments.starts)]
+    ours, bound = play_ours(), play_stock(repeatable=True)
+    forwards, backwards = play_stock(), play_stock(backwards=True)
+    order = {
+        "java": completed(["java", "-version"]).stderr.splitlines()[0],
+        "games": len(GAMES),
+        "turns": sum(len(transcript) for transcript in ours),
+        "ours_against_stock_under_our_options": differing(ours, bound),
+        "ours_against_stock": differing(ours, forwards),
+        "stock_against_stock_in_another_order_of_games": differing(forwards, backwards),
+    }
+    write(arguments.out, {"cold_starts": cold_starts, "order": order})
+    print(json.dumps({"cold_starts": cold_starts, "order": order}, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ It prints what succeeded; anything that SECURITY.md does not allow ends with exi
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import multiprocessing
@@ -31,6 +30,7 @@ from pathlib import Path
 import psutil
 from chaos_project import Project
 from chaos_servers import services
+from harness import parser_of
 
 THEIR_ID = 65534  # nobody
 LOOK_S = 0.5
@@ -51,25 +51,16 @@ ALLOWED = (
     r"use    port   .* GET (/health|/healthz|/readyz|/metrics|/api/health): 200",
 )
 # one request each; every answer but a refusal counts as a deed
-REQUESTS = (
-    ("GET", "/", ""),
-    ("GET", "/health", ""),
-    ("GET", "/healthz", ""),
-    ("GET", "/readyz", ""),
-    ("GET", "/info", ""),
-    ("GET", "/metrics", ""),
-    ("GET", "/api/health", ""),
-    ("GET", "/api/admin/settings", ""),
-    ("GET", "/api/version", ""),
-    ("GET", "/version", ""),
-    ("POST", "/api/flows/", '{"name": "theirs"}'),
-    ("POST", "/api/deployments/filter", "{}"),
-    ("POST", "/create", '{"task_id": 0, "key": "theirs"}'),
-    ("GET", "/ajax-api/2.0/mlflow/experiments/search?max_results=1", ""),
-    ("POST", "/api/2.0/mlflow/experiments/create", '{"name": "theirs"}'),
-    ("GET", "/api/2.0/mlflow-artifacts/artifacts", ""),
-    ("GET", "/api/jobs/", ""),
-)
+PATHS = "/ /health /healthz /readyz /info /metrics /api/health /api/admin/settings /api/version"
+PATHS += " /version /ajax-api/2.0/mlflow/experiments/search?max_results=1"
+PATHS += " /api/2.0/mlflow-artifacts/artifacts /api/jobs/"
+POSTED = {
+    "/api/flows/": '{"name": "theirs"}',
+    "/api/deployments/filter": "{}",
+    "/create": '{"task_id": 0, "key": "theirs"}',
+    "/api/2.0/mlflow/experiments/create": '{"name": "theirs"}',
+}
+REFUSALS = (None, 400, 401, 403, 404, 405, 415, 426)  # None: a closed connection
 FORMS = ("application/json", "text/plain")
 
 
@@ -102,11 +93,9 @@ def try_files(folders: dict[str, Path], paths: list[Path]) -> list[Deed]:
     """Try to read, list, write (without a change) and create files at each path."""
     deeds = []
     for path in paths:
-        name = next(
-            f"{title}/{path.relative_to(folder)}"
-            for title, folder in folders.items()
-            if path.is_relative_to(folder)
-        ).removesuffix("/.")
+        homes = ((title, base) for title, base in folders.items() if path.is_relative_to(base))
+        title, base = next(homes)
+        name = f"{title}/{path.relative_to(base)}".removesuffix("/.")
         kind = "folder" if os.path.isdir(path) and not os.path.islink(path) else "file"
         for act, attempt in ACTS[kind].items():
             with contextlib.suppress(OSError):
@@ -136,20 +125,16 @@ def try_ports(ports: dict[tuple[str, int], str]) -> list[Deed]:
 
 
 def try_port(address: tuple[str, int], owner: str) -> list[Deed]:
-    """Send every request in every form, and random bytes. A refusal is 400, 401, 403, 404,
-    405, 415, 426 or a closed connection.
-    """
-    deeds = []
-    where = f"{owner} {address[0]}"
-    for method, path, body in REQUESTS:
-        for form in FORMS if body else FORMS[:1]:
-            status = ask(address, method, path, body, form)
-            if status is not None and status not in (400, 401, 403, 404, 405, 415, 426):
-                deeds.append(Deed("use", "port", f"{where} {method} {path}: {status}"))
+    """Send every request in every form, and random bytes."""
+    requests = [("GET", path, "", FORMS[0]) for path in PATHS.split()]
+    requests += [("POST", path, body, form) for path, body in POSTED.items() for form in FORMS]
+    deeds, where = [], f"{owner} {address[0]}"
+    for request in requests:
+        if (status := ask(address, *request)) not in REFUSALS:
+            deeds.append(Deed("use", "port", f"{where} {request[0]} {request[1]}: {status}"))
     if not deeds and (answer := greet(address)):
-        deeds.append(
-            Deed("use", "port", f"{where} answers bytes that are no request with {answer[:40]!r}")
-        )
+        what = f"{where} answers bytes that are no request with {answer[:40]!r}"
+        deeds.append(Deed("use", "port", what))
     return deeds
 
 
@@ -188,9 +173,8 @@ def listening(project: Project) -> dict[tuple[str, int], str]:
                 if connection.status == psutil.CONN_LISTEN:
                     loopback_of = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
                     host = loopback_of.get(connection.laddr.ip, connection.laddr.ip)
-                    programs[(host, connection.laddr.port)] = (
-                        " ".join(words[:3])[:60] or process.name()
-                    )
+                    program = " ".join(words[:3])[:60] or process.name()
+                    programs[(host, connection.laddr.port)] = program
     return programs
 
 
@@ -198,14 +182,8 @@ def sweep(project: Project) -> tuple[list[Deed], int, int]:
     """Try everything. Return (deeds, number of ports tried, number of files tried)."""
     ports = listening(project)
     folders = {"project": project.folder, "home": project.home, "tmp": project.scratch}
-    paths = sorted(
-        {
-            path
-            for folder in folders.values()
-            for path in (folder, *folder.rglob("*"))
-            if ".git" not in path.parts
-        }
-    )
+    found = {path for folder in folders.values() for path in (folder, *folder.rglob("*"))}
+    paths = sorted(path for path in found if ".git" not in path.parts)
     deeds = as_them(try_ports, ports) + as_them(try_files, folders, paths)
     for process in project.processes():
         with contextlib.suppress(psutil.Error):
@@ -225,9 +203,8 @@ def deployed(project: Project) -> Iterator[None]:
 
 @contextlib.contextmanager
 def pipeline(project: Project) -> Iterator[None]:
-    process = project.start(
-        ["-m", "flows.pipeline", *OVERRIDES], project.folder.parent / "pipeline.log"
-    )
+    log = project.folder.parent / "pipeline.log"
+    process = project.start(["-m", "flows.pipeline", *OVERRIDES], log)
     try:
         yield
     finally:
@@ -251,17 +228,16 @@ def wait_for_stage(project: Project) -> None:
 
 def main() -> int:
     """Return 0 if only allowed deeds succeeded, 1 if others did, 2 if this user is not root."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     if os.geteuid() != 0:
         print("error: only root can act as another user; run it with sudo", file=sys.stderr)
         return 2
     too_much = 0
-    for title, situation in (
-        ("make up, a deployed run under way", deployed),
-        ("a pipeline in a terminal", pipeline),
-    ):
+    situations = {
+        "make up, a deployed run under way": deployed,
+        "a pipeline in a terminal": pipeline,
+    }
+    for title, situation in situations.items():
         with tempfile.TemporaryDirectory() as folder:
             # the worst case: a home that other users may enter
             Path(folder).chmod(0o755)
@@ -272,23 +248,15 @@ def main() -> int:
                     deeds, num_ports, num_files = sweep(project)
             finally:
                 project.close()
-        more = sorted(
-            {
-                deed
-                for deed in deeds
-                if not any(re.fullmatch(pattern, str(deed)) for pattern in ALLOWED)
-            }
-        )
+        allowed = re.compile("|".join(ALLOWED))
+        more = sorted({deed for deed in deeds if not allowed.fullmatch(str(deed))})
         too_much += len(more)
         print(
             f"{title}: {num_ports} ports and {num_files} files tried, {len(deeds) - len(more)}"
             f" deeds allowed, {len(more)} not"
         )
-        for deed in more[:MAX_SHOWN]:
-            print(f"  {deed}")
-        if len(more) > MAX_SHOWN:
-            print(f"  and {len(more) - MAX_SHOWN} more")
-    return 1 if too_much else 0
+        print(*(f"  {deed}" for deed in more[:MAX_SHOWN]), sep="\n")
+    return int(too_much > 0)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partialmethod
@@ -23,16 +22,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from harness import ROOT, parser_of, read, stage_commits, stage_points, wait_for, write
+import harness
 
 from agentgym.audit import audit
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.data.check import load_data
 from agentgym.data.items import train_stream
 from agentgym.defaults import set_process_defaults
 from agentgym.pipeline.run import run_with_parents
-from agentgym.pipeline.table import finished, open_store
-from agentgym.steps.step import stages
+from agentgym.pipeline.table import open_store
+from agentgym.store.manifest import Manifest
 from agentgym.training.ahead import Ahead
 
 CASES = {
@@ -43,8 +42,9 @@ BUDGET = ("horizon.stage_steps=[6,6,8]", "evaluation.num_items=256")
 # settings of the run that is killed
 KILLED = ("horizon.max_turns=[5,8]", "horizon.stage_steps=[8,8]", "rollout.items_per_step=8")
 FAR = "rollout.max_staleness=4"
-MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
 LIMIT_S = 3600.0  # per run
+MEANS = ("avg_at_4", "greedy", "train_s", "train_cpu_s", "learner_idle_frac")
+
 CHILD = """
 import sys
 from agentgym.config import load_config
@@ -57,28 +57,25 @@ run_with_parents("stage-2", cfg)
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "staleness.json")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser = harness.parser_of(__doc__, "staleness.json", seeds=(0, 1), state=True)
     parser.add_argument("--kills", type=int, default=6)
-    parser.add_argument("--state", help="folder that keeps the runs (default: a temporary one)")
     chosen = parser.parse_args()
-    os.chdir(ROOT)
+    os.chdir(harness.ROOT)
     set_process_defaults()
-    result = read(chosen.out, {"cells": []})
+    result = harness.read(chosen.out, {"cells": []})
     result["settings"] = BUDGET
-    with tempfile.TemporaryDirectory() as folder:
-        state = chosen.state or folder
+    with harness.kept(chosen.state) as folder:
         if "killed" not in result:
-            result["killed"] = killed(Path(state, "killed"), chosen.kills)
-            write(chosen.out, result)
+            result["killed"] = killed(folder / "killed", chosen.kills)
+            harness.write(chosen.out, result)
             print(result["killed"])
         for case, seed, staleness in cells(chosen.seeds):
             key = {"case": case, "seed": seed, "max_staleness": staleness}
             if any(key.items() <= cell.items() for cell in result["cells"]):
                 continue
-            result["cells"].append(key | run(case, seed, staleness, Path(state)))
+            result["cells"].append(key | run(case, seed, staleness, folder))
             result["summary"] = summary(result["cells"])
-            write(chosen.out, result)
+            harness.write(chosen.out, result)
             print(result["cells"][-1], flush=True)
     return 0 if result["killed"]["each_item_once"] and result["killed"]["audit"] else 1
 
@@ -98,21 +95,17 @@ def run(case: str, seed: int, staleness: int, folder: Path) -> dict[str, Any]:
     state, base = folder / f"{case}-{seed}".replace(" ", "-"), folder / f"base-{seed}"
     settings = [*BUDGET, f"seed={seed}"]
     if not state.exists():
-        run_with_parents(
-            "evaluate-warm-start", load_config(overrides=[*settings, f"store.path={base}/store"])
-        )
+        run_with_parents("evaluate-warm-start", harness.config_in(base, *settings))
         shutil.copytree(base, state)
-    cfg = load_config(
-        overrides=[*settings, f"store.path={state}/store", f"rollout.max_staleness={staleness}"]
-    )
-    last = stages(cfg.horizon)[-1].name
+    cfg = harness.config_in(state, *settings, f"rollout.max_staleness={staleness}")
+    last = harness.last_stage(cfg)
     take = partialmethod(late, Ahead.take) if case == "slow learner" else Ahead.take
     with mock.patch.object(Ahead, "take", take):
         run_with_parents(last, cfg)
     run_with_parents(f"evaluate-{last}", cfg)
-    rows = [point.metrics for point in stage_points(cfg)]
+    rows = [point.metrics for point in harness.stage_points(cfg)]
     mean, staleness_by_step = statistics.mean, [row["sync/staleness_max"] for row in rows]
-    final = finished(cfg, open_store(cfg))[f"evaluate-{last}"].results["summary"]
+    final = harness.results_of(cfg, f"evaluate-{last}")["summary"]
     return {
         "greedy": final["greedy"]["mean"],
         "avg_at_4": final["avg_at_4"]["mean"],
@@ -160,8 +153,9 @@ def summary(all_cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def killed(folder: Path, kills: int) -> dict[str, Any]:
     """Kill a run four updates ahead at random moments of its training, and restart it each time."""
-    settings = [*KILLED, FAR, "store.max_mib_per_minute=0", f"store.path={folder / 'store'}"]
-    cfg = load_config(overrides=settings)
+    settings = [*KILLED, FAR, "store.max_mib_per_minute=0"]
+    cfg = harness.config_in(folder, *settings)
+    settings.append(f"store.path={folder}/store")
     run_with_parents("warm-start", cfg)
     rng, durable, ahead = random.Random(0), [0], []  # noqa: S311  (kill times, no secrets)
     while len(ahead) < kills:
@@ -171,21 +165,20 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
         def reached(wanted: int = wanted, process: Any = process) -> bool:
             return durable_step(cfg) >= wanted or process.poll() is not None
 
-        wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
+        harness.wait_for(reached, LIMIT_S, f"step {wanted} was not reached")
         time.sleep(rng.uniform(0.0, 2.0))
         process.kill()
         if process.wait(LIMIT_S) == 0:
             break  # the run ended before all kills were done
         durable.append(durable_step(cfg))
-        heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
-        last = max(heads, key=lambda head: int(head.state["global_step"]))
+        last = max(stage_heads(cfg), key=lambda head: int(head.state["global_step"]))
         ahead.append(len(last.state["ahead"]))
     if code := started(settings).wait(LIMIT_S):
         raise RuntimeError(f"the run after the kills ended with code {code}")
-    commits = stage_commits(cfg)
+    commits = harness.stage_commits(cfg)
     consumed = [item for commit in commits for item in commit.state["consumed"]]
     stream = [item.item_id for item in train_stream(cfg, load_data(cfg), {}).next(len(consumed))]
-    staleness_by_step = [point.metrics["sync/staleness_max"] for point in stage_points(cfg)]
+    staleness_by_step = [point.metrics["sync/staleness_max"] for point in harness.stage_points(cfg)]
     return {
         "settings": [*KILLED, FAR],
         "kills": len(ahead),
@@ -202,15 +195,18 @@ def killed(folder: Path, kills: int) -> dict[str, Any]:
 def started(settings: list[str]) -> subprocess.Popen[bytes]:
     """Start a run of both stages; return it once it is about to begin."""
     command = [sys.executable, "-c", CHILD, *settings]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+    process = subprocess.Popen(command, cwd=harness.ROOT, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     return process
 
 
+def stage_heads(cfg: RunConfig) -> list[Manifest]:
+    return [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
+
+
 def durable_step(cfg: RunConfig) -> int:
-    heads = [head for head in open_store(cfg).heads() if head.step.startswith("stage")]
-    return max((int(head.state["global_step"]) for head in heads), default=0)
+    return max((int(head.state["global_step"]) for head in stage_heads(cfg)), default=0)
 
 
 if __name__ == "__main__":

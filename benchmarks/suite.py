@@ -32,10 +32,8 @@ def main() -> int:
     result = read(OUT, {})
     for target in arguments.targets or ("quick", "test"):
         measurement = measured(target)
-        sys.stdout.write(
-            f"make {target}: {measurement['tests']} tests in {measurement['seconds']} s"
-            f" ({measurement['cpu_seconds']} s of CPU)\n"
-        )
+        took = f"{measurement['seconds']} s ({measurement['cpu_seconds']} s of CPU)"
+        print(f"make {target}: {measurement['tests']} tests in {took}")
         result[target] = measurement
     write(OUT, result)
     return 0
@@ -46,14 +44,10 @@ def measured(target: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         report, loops = Path(folder, "report.xml"), [loop_s()]
         began, before = time.monotonic(), psutil.cpu_times()
-        printed = output_of(
-            [
-                *("make", "--old-file=.venv/.installed", target),
-                f"ARGS=--junit-xml={report} --deselect=tests/test_suite.py",
-            ],
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            timeout_s=LIMIT_S,
-        )
+        arguments = f"ARGS=--junit-xml={report} --deselect=tests/test_suite.py"
+        command = ["make", "--old-file=.venv/.installed", target, arguments]
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        printed = output_of(command, env=env, timeout_s=LIMIT_S)
         seconds, after = time.monotonic() - began, psutil.cpu_times()
         loops.append(loop_s())
         files: dict[str, list[float]] = defaultdict(list)
@@ -61,6 +55,7 @@ def measured(target: str) -> dict[str, Any]:
             files[file_of(case.attrib["classname"])].append(float(case.attrib["time"]))
     # of the whole machine, which is otherwise idle
     spent = (after.user + after.system) - (before.user + before.system)
+    longest_first = sorted(files.items(), key=lambda times_of_file: -sum(times_of_file[1]))
     return {
         "seconds": round(seconds, 1),
         "cpu_seconds": round(spent, 1),
@@ -69,9 +64,7 @@ def measured(target: str) -> dict[str, Any]:
         "skipped": int((re.findall(r"(\d+) skipped", printed) or [0])[-1]),
         "files": {
             name: {"seconds": round(sum(times), 1), "tests": len(times)}
-            for name, times in sorted(
-                files.items(), key=lambda times_of_file: -sum(times_of_file[1])
-            )
+            for name, times in longest_first
         },
     }
 

@@ -24,7 +24,6 @@ from agentgym.tracking.step_page import successes
 
 RECIPES, SEEDS = ("grpo", "ppo", "dapo", "dpo"), (0, 1)
 BUDGET = ("deterministic=true", "evaluation.num_items=128", "horizon.stage_steps=[10,10,15]")
-RENAMED = (("initialise", "initialize"), ("optimiser", "optimizer"))  # since the first of these
 OUTCOMES, RESULT = "outcomes.json", "result.json"  # of an evaluation: before, and since
 COMPARED = (OUTCOMES, ".safetensors")  # endings of the names of files that must be equal
 
@@ -98,8 +97,6 @@ def committed(store: Path) -> Digests:
                 outcomes = outcomes_of(json.loads((step / "blobs" / blob["digest"]).read_bytes()))
                 digest = hashlib.sha256(json.dumps(outcomes).encode()).hexdigest()
                 result[f"{manifest['step']}/{OUTCOMES}"] = digest
-    for old, new in RENAMED:
-        result = {name.replace(old, new): digest for name, digest in result.items()}
     return result
 
 

@@ -10,40 +10,27 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from harness import RESULTS, ROOT, parser_of, write
+from harness import RESULTS, config_in, kept, last_stage, parser_of, write
 
 from agentgym.comparison.versus import PAGE, NamedResult, files, lines, versus
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.models.checkpoint import save_pretrained
 from agentgym.pipeline.contenders import EvaluationRequest
 from agentgym.pipeline.policy_evaluation import evaluate_policy
-from agentgym.pipeline.run import run_step
-from agentgym.pipeline.table import open_store, steps_of
-from agentgym.steps.step import Kind
+from agentgym.pipeline.run import run_with_parents
+from agentgym.pipeline.table import open_store
 from agentgym.store.posix import write_whole
 
 RECIPE = (
-    "env.options.levels=[GoToRedBallNoDists]",
-    "model.hidden_size=32",
-    "model.num_heads=1",
-    "model.num_kv_heads=1",
-    "model.mlp_size=64",
-    "model.context_tokens=512",
-    "warm_start.num_demos=60",
-    "warm_start.steps=80",
-    "warm_start.batch_size=16",
-    "warm_start.optimizer.lr=0.005",
-    "rollout.items_per_step=4",
-    "rollout.group_size=4",
-    "rollout.concurrency=16",
-    "horizon.max_turns=[5, 7]",
-    "validation.num_items=4",
-    "evaluation.num_items=100",
-    "deterministic=true",
+    *("env.options.levels=[GoToRedBallNoDists]", "horizon.max_turns=[5, 7]"),
+    *("model.hidden_size=32", "model.num_heads=1", "model.num_kv_heads=1", "model.mlp_size=64"),
+    *("model.context_tokens=512", "warm_start.num_demos=60", "warm_start.steps=80"),
+    *("warm_start.batch_size=16", "warm_start.optimizer.lr=0.005", "rollout.items_per_step=4"),
+    *("rollout.group_size=4", "rollout.concurrency=16", "validation.num_items=4"),
+    *("evaluation.num_items=100", "deterministic=true"),
 )
 
 
@@ -56,16 +43,12 @@ def lists(folder: Path) -> Path:
     return folder
 
 
-def trained(folder: Path, seed: int, steps: int, *, there: bool = False) -> RunConfig:
-    """Train a run to its last stage in a separate store. there: it is trained already."""
+def trained(folder: Path, seed: int, steps: int) -> RunConfig:
+    """Train a run to its last stage in a separate store."""
     settings = [f"seed={seed}", f"data.path={lists(folder.parent / 'data')}"]
     settings += [f"horizon.stage_steps=[{steps}, {steps}]", f"validation.every={steps}"]
-    store = f"store.path={folder / 'store'}"
-    cfg = load_config(ROOT / "params.yaml", [*RECIPE, *settings, store])
-    for name, step in ({} if there else steps_of(cfg)).items():
-        if step.kind in (Kind.EVALUATE, Kind.REGISTER, Kind.REPORT):
-            continue
-        print(f"seed {seed}, {name}: {run_step(name, cfg)}", file=sys.stderr)
+    cfg = config_in(folder, *RECIPE, *settings)
+    run_with_parents(last_stage(cfg), cfg)
     return cfg
 
 
@@ -84,19 +67,13 @@ def evaluated(cfg: RunConfig, step: str, name: str, num_items: int) -> NamedResu
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, state=True)
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each stage")
     parser.add_argument("--items", type=int, default=60)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--trained", action="store_true", help="the runs are in --state already")
-    parser.add_argument("--state", type=Path, help="a folder to keep (default: none is kept)")
     chosen = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="versus-") as temporary:
-        state = chosen.state or Path(temporary)
-        runs = {
-            seed: trained(state / f"seed-{seed}", seed, chosen.steps, there=chosen.trained)
-            for seed in (1, 2)
-        }
+    with kept(chosen.state) as state:
+        runs = {seed: trained(state / f"seed-{seed}", seed, chosen.steps) for seed in (1, 2)}
         warm, last, other = (
             evaluated(runs[seed], policy, name, chosen.items)
             for seed, policy, name in (

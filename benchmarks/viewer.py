@@ -16,7 +16,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from harness import ROOT, cpu_seconds, parser_of, quantile, write
+from harness import ROOT, cpu_seconds, kept, parser_of, quantile, table, write
 
 from agentgym.defaults import set_process_defaults
 
@@ -53,14 +52,11 @@ CONFIG = {
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "viewer.json")
+    parser = parser_of(__doc__, "viewer.json", state=True)
     parser.add_argument("--episodes", type=int, default=100_000)
-    parser.add_argument(
-        "--folder", type=Path, help="keep the store in this folder, or use the existing one"
-    )
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="agentgym-viewer-") as folder:
-        measurements = measure(arguments.episodes, arguments.folder or Path(folder))
+    with kept(arguments.state) as folder:
+        measurements = measure(arguments.episodes, folder)
     write(arguments.out, measurements)
     print(json.dumps(measurements, indent=1))
     return 0
@@ -71,9 +67,7 @@ def measure(count: int, folder: Path) -> dict[str, Any]:
     store = store_at(folder / "store", lease_ttl_s=30.0)
     if not store.marks():
         fill(store, count)
-    commits = [
-        manifest for head in store.heads() for manifest in store.history(head.step, head.key)
-    ]
+    commits = [commit for head in store.heads() for commit in store.history(head.step, head.key)]
     size = sum(path.stat().st_size for path in (folder / "store").rglob("*") if path.is_file())
     sampled = decode_trajectories(store.read(commits[0], TRAJECTORIES))
     first, late = PER_COMMIT * len(commits), max(1, len(commits) // 10)
@@ -124,31 +118,27 @@ LIMITS = {  # milliseconds
 }
 
 
-def table(result: dict[str, Any]) -> str:
-    times = result["milliseconds"]
-    rows = [
-        f"| {name} | {LIMITS.get(name, '')} |"
-        f" {row['cpu']:g} | {row['median']:g} | {row['first']:g} |"
-        for name, row in times.items()
-    ]
+def text_of(result: dict[str, Any]) -> str:
+    """Return the part of docs/reference/viewer-index.md about the result."""
     build, extend, idle = result["build"], result["extend"], 100 * result["idle_cpu_share"]
-    return "\n".join(
-        [
-            f"{result['episodes']:,} episodes of {result['mean_turns']:g} turns and"
-            f" {result['mean_tokens']} tokens, {result['store_mib']:g} MiB in the store,"
-            f" {result['index_mib']:g} MiB of index. Built at {build['episodes_per_cpu_s']:,}"
-            f" episodes a second of CPU, extended at {extend['episodes_per_cpu_s']:,}; at most"
-            f" {result['peak_mib']:g} MiB of memory; {idle:.2g} % of a core"
-            " while it follows a store in which nothing changes.",
-            "",
-            "| milliseconds of | limit | the server's CPU | median | first time |",
-            "|---|--:|--:|--:|--:|",
-            *rows,
-            "",
-            f"Times over HTTP, page included, on {result['machine']['cores']} cores with a load of"
-            f" {result['load_average']:g}.",
-        ]
+    head = (
+        f"{result['episodes']:,} episodes of {result['mean_turns']:g} turns and"
+        f" {result['mean_tokens']} tokens, {result['store_mib']:g} MiB in the store,"
+        f" {result['index_mib']:g} MiB of index. Built at {build['episodes_per_cpu_s']:,}"
+        f" episodes a second of CPU, extended at {extend['episodes_per_cpu_s']:,}; at most"
+        f" {result['peak_mib']:g} MiB of memory; {idle:.2g} % of a core"
+        " while it follows a store in which nothing changes."
     )
+    end = (
+        f"Times over HTTP, page included, on {result['machine']['cores']} cores with a load of"
+        f" {result['load_average']:g}."
+    )
+    rows = [
+        (name, LIMITS.get(name, ""), *(f"{row[key]:g}" for key in ("cpu", "median", "first")))
+        for name, row in result["milliseconds"].items()
+    ]
+    titles = ("milliseconds of", "limit", "the server's CPU", "median", "first time")
+    return "\n".join([head, "", *table(titles, rows, "|---|--:|--:|--:|--:|"), "", end])
 
 
 def fill(store: RunStore, count: int) -> None:
@@ -170,15 +160,13 @@ class Server:
     def __enter__(self) -> Server:
         command = [sys.executable, "-m", "agentgym", "view", "--port", "0"]
         command += ["--set", f"store.path={self._folder / 'store'}", "--params", "params.yaml"]
-        self._began = time.perf_counter()
         self._process = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        match = re.search(r"http://agentgym:(\S+)@(\S+)/login", line)
-        assert match is not None, line
-        self._token, self._address = match[1], f"http://{match[2]}"
+        ((self._token, host),) = re.findall(r"http://agentgym:(\S+)@(\S+)/login", line)
+        self._address = f"http://{host}"
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -225,12 +213,10 @@ class Server:
 def questions(server: Server) -> dict[str, dict[str, float]]:
     """Return each question's milliseconds over HTTP, connection and page included."""
     addresses = re.findall(r'href="(/e/[^"?]+)', server.ask("/episodes?sort=tokens"))
-    second = re.search(r'href="([^"]+)" rel="next"', server.ask("/episodes"))
-    assert second is not None
-    assert addresses
-    following = second[1].replace("&amp;", "&")
-    item = re.search(r'class="open" href="[^"]+">([a-z]+_\d+)', server.ask("/episodes?env=babyai"))
-    assert item is not None
+    (second,) = re.findall(r'href="([^"]+)" rel="next"', server.ask("/episodes"))[:1]
+    following = second.replace("&amp;", "&")
+    listed = server.ask("/episodes?env=babyai")
+    item, *_ = re.findall(r'class="open" href="[^"]+">([a-z]+_\d+)', listed)
     paths: dict[str, Callable[[int], str]] = {
         "first page": lambda n: "/episodes",
         "runs": lambda n: "/",
@@ -241,7 +227,7 @@ def questions(server: Server) -> dict[str, dict[str, float]]:
         "search, many hits": lambda n: "/episodes?q=red+ball",
         "search, few hits": lambda n: f"/episodes?q=%22birch+planks%22+{('log', 'chest')[n % 2]}",
         "search in a run": lambda n: "/episodes?q=answer&env=searchqa&success=yes",
-        "item": lambda n: f"/item/{item[1]}",
+        "item": lambda n: f"/item/{item}",
         "longest episodes": lambda n: addresses[n % len(addresses)],
         "with tokens": lambda n: f"{addresses[n % len(addresses)]}?overlay=engine",
         "group": lambda n: f"{addresses[n % len(addresses)]}/group",
@@ -294,18 +280,13 @@ def varied(
     template: Trajectory, task: int, sample: int, step: int, rng: random.Random
 ) -> Trajectory:
     """Return another sample with other ids, outcome and numbers, perhaps cut at the end."""
-    success = rng.random() < 0.5
-    cut = len(template.turns) // 3
-    turns = (
-        template.turns if success else template.turns[: len(template.turns) - rng.randint(0, cut)]
-    )
+    success, num = rng.random() < 0.5, len(template.turns)
+    turns = template.turns if success else template.turns[: num - rng.randint(0, num // 3)]
     length = turns[-1].end
-    ids = tuple(rng.choices(range(3, 30_000), k=length))
     mask = template.action_mask[:length]
     logprobs = tuple(round(-rng.expovariate(2.0), 5) if is_action else 0.0 for is_action in mask)
-    learned = None
+    learned, num = None, sum(mask)
     if rng.random() < 0.1:
-        num = sum(mask)
         learned = Learned(logprobs[:num], (0.5,) * num, (1.01,) * num, "", (0.4,) * num)
     return replace(
         template,
@@ -316,7 +297,7 @@ def varied(
         reward=float(success),
         success=success,
         turns=tuple(replace(turn, version=step - 1) for turn in turns),
-        input_ids=ids,
+        input_ids=tuple(rng.choices(range(3, 30_000), k=length)),
         action_mask=mask,
         logprobs=logprobs,
         learned=learned,

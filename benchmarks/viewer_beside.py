@@ -16,7 +16,6 @@ import re
 import shutil
 import statistics
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from harness import output_of, parser_of, set_words, write
+from harness import kept, output_of, parser_of, set_words, write
 from scipy.stats import ttest_1samp
 from viewer import Server
 
@@ -39,30 +38,26 @@ TRAINING_S = 1_800.0
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "viewer_beside.json")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs of trainings; at least 2")
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps per training")
-    chosen = parser.parse_args()
+    chosen = parser_of(__doc__, "viewer_beside.json").parse_args()
     pairs, viewer_costs = [], []
-    with tempfile.TemporaryDirectory(prefix="agentgym-beside-") as name:
-        folder = Path(name)
+    with kept(None) as folder:
         for step in START:
-            run(step, folder / "start", chosen.steps)
-        for number in range(chosen.pairs):
+            run(step, folder / "start")
+        for number in range(PAIRS):
             pair = {}
             for case in ("alone", "beside")[:: 1 if number % 2 else -1]:
                 state = shutil.copytree(folder / "start", folder / case)
                 if case == "alone":
-                    pair[case] = trained(state, chosen.steps)
+                    pair[case] = trained(state)
                 else:
-                    pair[case], measurements = beside(state, chosen.steps)
+                    pair[case], measurements = beside(state)
                     viewer_costs.append(measurements)
                 shutil.rmtree(state)
             pairs.append(pair)
             print(pair, flush=True)
     total = {name: sum(cost[name] for cost in viewer_costs) for name in viewer_costs[0]}
     measurements = {
-        "optimizer_steps": chosen.steps,
+        "optimizer_steps": STEPS,
         "steps_per_s": pairs,
         "fall": fall([(pair["alone"], pair["beside"]) for pair in pairs]),
         "pages": total["pages"],
@@ -74,24 +69,24 @@ def main() -> int:
     return 0
 
 
-def run(step: str, state: Path, num_steps: int) -> None:
+def run(step: str, state: Path) -> None:
     settings = [f"store.path={state / 'store'}", "deterministic=true"]
-    settings += [f"horizon.stage_steps=[{num_steps},1,1]"]
+    settings += [f"horizon.stage_steps=[{STEPS},1,1]"]
     command = ["-m", "agentgym", "step", step, "--params", "params.yaml", *set_words(settings)]
     output_of(command, timeout_s=TRAINING_S)
 
 
-def trained(state: Path, num_steps: int) -> float:
+def trained(state: Path) -> float:
     """Train the first stage from this state; return its optimizer steps per second."""
-    run(STAGE, state, num_steps)
+    run(STAGE, state)
     store = store_at(state / "store", lease_ttl_s=30.0)
     (head,) = store.heads(STAGE)
     ends = [commit.created_at for commit in store.history(STAGE, head.key)]
-    assert len(ends) == num_steps
+    assert len(ends) == STEPS
     return round((len(ends) - 1) / (ends[-1] - ends[0]), 5)
 
 
-def beside(state: Path, num_steps: int) -> tuple[float, dict[str, float]]:
+def beside(state: Path) -> tuple[float, dict[str, float]]:
     """Call `trained` while a viewer gets requests. Return (steps per second, viewer's cost)."""
     ended = threading.Event()
     with Server(state) as server, ThreadPoolExecutor(1) as pool:
@@ -100,12 +95,12 @@ def beside(state: Path, num_steps: int) -> tuple[float, dict[str, float]]:
         began_s, began_cpu_s = time.perf_counter(), server.cpu_s()
         visitor = pool.submit(visit, server, ended)
         try:
-            rate = trained(state, num_steps)
+            rate = trained(state)
         finally:
             ended.set()
         pages = visitor.result()
         wall_s, cpu_s = time.perf_counter() - began_s, server.cpu_s() - began_cpu_s
-        server.wait_for(known + num_steps)  # raises if the viewer did not follow
+        server.wait_for(known + STEPS)  # raises if the viewer did not follow
     return rate, {"pages": pages, "cpu_s": cpu_s, "wall_s": wall_s}
 
 

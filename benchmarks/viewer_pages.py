@@ -12,15 +12,14 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness import ROOT, parser_of, serving_app, wait_for, write
+from harness import ROOT, config_in, kept, parser_of, serving_app, wait_for, write
 
-from agentgym.config import RunConfig, load_config
+from agentgym.config import RunConfig
 from agentgym.defaults import set_process_defaults
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pipeline.policy_evaluation import evaluate_policy
@@ -48,19 +47,14 @@ SHOWN = ("episodes", "episode", "training")  # pages whose pictures are kept
 
 
 def main() -> int:
-    parser = parser_of(__doc__, "viewer_pages.json")
-    parser.add_argument("--folder", type=Path, help="existing state, or a folder to keep it in")
-    parser.add_argument("--images", type=Path, default=IMAGES)
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__, "viewer_pages.json", state=True).parse_args()
     set_process_defaults()
-    with contextlib.ExitStack() as stack:
-        folder = arguments.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        settings = [f"store.path={folder.resolve() / 'store'}", "horizon.stage_steps=[5,5,6]"]
-        settings += [f"evaluation.{name}" for name in ("num_items=32", "num_samples=2", "k=[1,2]")]
-        cfg = load_config(ROOT / "params.yaml", settings)
+    settings = [f"evaluation.{name}" for name in ("num_items=32", "num_samples=2", "k=[1,2]")]
+    with kept(arguments.state) as folder:
+        cfg = config_in(folder.resolve(), "horizon.stage_steps=[5,5,6]", *settings)
         make_runs(cfg)
         with served(cfg) as (viewer, base):
-            result = {"replays": replays(viewer), **looked_at(viewer, base, arguments.images)}
+            result = {"replays": replays(viewer), **looked_at(viewer, base)}
     write(arguments.out, result)
     print(result)
     return 0
@@ -71,8 +65,8 @@ def make_runs(cfg: RunConfig) -> None:
     run_with_parents("report", cfg)
     for env in ENVS:
         ids = [f"{env}_{task}" for task in range(1, TASKS + 1)]
-        changes = {"items": {"ids": ids, "num": None}, "num_samples": 1, "greedy": False}
-        changes |= {"max_turns": TURNS}
+        items = {"ids": ids, "num": None}
+        changes = {"items": items, "num_samples": 1, "greedy": False, "max_turns": TURNS}
         other = {"env": type(cfg.env)(name=env)}
         env_cfg = cfg if env == cfg.env.name else cfg.model_copy(update=other)
         for policy in ("random", "expert"):
@@ -118,10 +112,11 @@ class Walk:
 
     def __post_init__(self) -> None:
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on(
-            "console",
-            lambda message: self.errors.append(message.text) if message.type == "error" else None,
-        )
+        self.page.on("console", self.hear)
+
+    def hear(self, message: Any) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
 
     def go(self, path: str) -> None:
         """Open a page. Errors: AssertionError if the reply is not OK."""
@@ -135,17 +130,15 @@ class Walk:
 
         self.visited.append(name)
         for violation in Axe().run(self.page).response["violations"]:
-            where = violation["nodes"][0]["html"][:160]
-            self.violations.append(
-                f"{name}: {violation['id']}: {len(violation['nodes'])} such as {where}"
-            )
+            nodes = violation["nodes"]
+            such = f"{len(nodes)} such as {nodes[0]['html'][:160]}"
+            self.violations.append(f"{name}: {violation['id']}: {such}")
 
 
-def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
+def looked_at(viewer: Viewer, base: str) -> dict[str, Any]:
     """Check every page in every variant; take pictures of some."""
     from playwright.sync_api import sync_playwright
 
-    images.mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"pages": {}, "violations": [], "errors": []}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
@@ -160,7 +153,7 @@ def looked_at(viewer: Viewer, base: str, images: Path) -> dict[str, Any]:
                 walk.go(path)
                 walk.look(shown)
                 if shown in SHOWN:
-                    picture(walk.page.screenshot(), images / f"view-{shown}-{name}.png")
+                    picture(walk.page.screenshot(), IMAGES / f"view-{shown}-{name}.png")
             if name == "desktop-light":
                 use(walk)
             result["pages"][name] = len(walk.visited)
@@ -180,11 +173,9 @@ def addresses(viewer: Viewer) -> dict[str, str]:
 
     trained = one(tokens_kept=("yes",), success=("yes",), stage=("stage-2",))
     viewer.replays.now(viewer.bodies.find(Address.parse(trained[3:])))
-    (after, before) = [
-        step["folder"]
-        for step in sorted(steps.values(), key=lambda step: -(step["created"] or 0))
-        if step["name"] in ("evaluate-warm-start", "evaluate-stage-3")
-    ][:2]
+    newest = sorted(steps.values(), key=lambda step: -(step["created"] or 0))
+    shown = ("evaluate-warm-start", "evaluate-stage-3")
+    after, before = [step["folder"] for step in newest if step["name"] in shown][:2]
     (run,) = viewer.index.reader.execute(
         "SELECT run FROM run_steps JOIN steps ON steps.id = step_id WHERE steps.name = 'stage-3'"
     ).fetchone()
@@ -220,9 +211,8 @@ def use(walk: Walk) -> None:
     page.keyboard.press("Escape")
     before = page.url
     page.keyboard.press("n")
-    page.wait_for_function(
-        "before => location.href.split('#')[0] !== before.split('#')[0]", arg=before
-    )
+    moved = "before => location.href.split('#')[0] !== before.split('#')[0]"
+    page.wait_for_function(moved, arg=before)
     page.keyboard.press("/")
     page.keyboard.type('"red ball"')
     page.keyboard.press("Enter")

@@ -119,7 +119,7 @@ def test_no_code_asks_what_a_step_is_called():
 # upper bounds on the lines of Python in each folder
 SIZES = {
     "agentgym": 49_700,
-    "benchmarks": 11_150,
+    "benchmarks": 10_210,
     "envs": 11_000,
     "flows": 990,
     "services": 1_900,

@@ -90,36 +90,27 @@ def test_an_audit_passes_when_it_says_so_and_ends_well(project):
     ]
 
 
-def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(chaos, tmp_path):
-    kinds = [
-        chaos.KINDS["flow"],
-        chaos.KINDS["environment"],
-        chaos.KINDS["ray-worker"],
-        chaos.KINDS["ray-node"],
-    ]
-    campaign = chaos.Campaign(
-        kinds, {kind.name: 1 for kind in kinds}, 0, tmp_path / "faults.md", {"trials": []}
-    )
+def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(
+    chaos, project, tmp_path, monkeypatch
+):
+    kinds = [chaos.KINDS["flow"], chaos.KINDS["environment"]]
+    hits, tried, observed = {"flow": [False] * 9, "environment": [False, True]}, [], []
 
-    def ends(kind, hit):
-        campaign.at_work.remove(kind)
-        campaign.references[kind.setting] = None
-        campaign.result["trials"].append({"kind": kind.name, "hit": hit})
+    def attempt(lane, kind, reference, seed, number):
+        tried.append((kind.name, number))
+        return project.Trial(kind.name, number, hit=hits[kind.name][number], at_s=1.0)
 
-    flow, environment, worker, node = kinds
-    assert campaign.next() == (flow, 0)
-    # the environment's setting is still observed; after it, only one Ray cluster runs at a time
-    assert campaign.next() == (worker, 0)
-    ends(flow, hit=False)
-    assert campaign.next() == (environment, 0)
-    ends(worker, hit=True)
-    assert campaign.next() == (node, 0)
-    ends(environment, hit=True)
-    ends(node, hit=True)
-    for number in range(1, chaos.TRIES):
-        assert campaign.next() == (flow, number)
-        ends(flow, hit=False)
-    assert campaign.next() is None
+    monkeypatch.setattr(chaos, "attempt", attempt)
+    reference = project.Reference(80.0, {}, (), (), 1)
+    monkeypatch.setattr(chaos, "observe", lambda *given: observed.append(given) or reference)
+    result = {"wall_s": 0.0, "trials": [], "references": {}}
+    campaign = chaos.Campaign(dict.fromkeys(kinds, 1), 0, tmp_path / "faults.md", result)
+    monkeypatch.setattr(chaos, "save", lambda *_: None)
+    campaign.lanes.put(None)
+    campaign.run(kinds[0].setting)
+    flows = [("flow", number) for number in range(chaos.TRIES)]
+    assert tried == [*flows, ("environment", 0), ("environment", 1)]
+    assert len(observed) == 1
 
 
 def test_after_a_run_that_ended_before_its_fault_the_next_fault_comes_sooner(project):
@@ -205,7 +196,7 @@ def test_the_report_counts_what_hit_and_names_what_failed(chaos):
     page = chaos.to_markdown(result)
     assert "2 faults of 1 kinds; 1 of them left a run that passes every check below." in page
     assert "| flow process, SIGKILL | 2 | stage-1 2 | 3 | 21 | 1 of 2 |" in page
-    assert "| disk full | not run: run as root | | | | |" in page
+    assert "| disk full | not run: run as root |  |  |  |  |" in page
     assert "- flow 1, stage-1, 2 commits made: items: one is gone" in page
 
 
@@ -243,23 +234,17 @@ def test_one_fault_each_of_a_few_kinds_leaves_a_run_that_passes_every_check(tmp_
 
 
 def test_kinds_tried_again_take_the_place_of_their_earlier_faults(chaos):
-    def report(command, wall_s, *trials):
-        shared = {"kinds": {kind: kind for kind, _ in trials}, "not_run": {}, "references": {}}
-        return {
-            **shared,
-            "machine": {"cpu": [command.upper()], "cores": 2},
-            "command": command,
-            "wall_s": wall_s,
-            "trials": [{"kind": kind, "number": number} for kind, number in trials],
-        }
-
-    both = chaos.instead(
-        report("a", 60, ("disk", 0), ("flow", 0)), report("b", 30, ("disk", 5)), ["disk"]
-    )
-    assert both["trials"] == [{"kind": "flow", "number": 0}, {"kind": "disk", "number": 5}]
-    assert both["machine"] == {"cpu": ["A", "B"], "cores": 2}
-    assert (both["command"], both["wall_s"], set(both["kinds"])) == (
-        "a`, then `b",
-        90,
-        {"disk", "flow"},
-    )
+    earlier = {
+        "kinds": {"disk": "disk full"},
+        "not_run": {},
+        "references": {},
+        "machine": {"cpu": ["A"], "cores": 2},
+        "command": "a",
+        "wall_s": 60.0,
+        "trials": [{"kind": "flow", "number": 0}, {"kind": "disk", "number": 0}],
+    }
+    both = chaos.begun([chaos.KINDS["flow"]], earlier, seed=0)
+    assert both["trials"] == [{"kind": "disk", "number": 0}]
+    assert both["machine"]["cpu"][0] == "A"
+    assert both["command"].startswith("a`, then `python ")
+    assert (both["wall_s"], set(both["kinds"])) == (60.0, {"disk", "flow"})

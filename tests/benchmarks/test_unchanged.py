@@ -12,16 +12,16 @@ RESULTS = ROOT / "docs/results"
 unchanged = imported("unchanged")
 
 
-def test_the_last_manifest_of_a_step_counts_under_its_present_name(unchanged, tmp_path):
-    folder = tmp_path / "steps/initialise-0123/manifests"
+def test_the_last_manifest_of_a_step_counts(unchanged, tmp_path):
+    folder = tmp_path / "steps/initialize-0123/manifests"
     folder.mkdir(parents=True)
     for seq, digest in enumerate(("old", "new")):
         blobs = {
             "model.safetensors": {"digest": digest},
-            "optimiser.safetensors": {"digest": "moments"},
+            "optimizer.safetensors": {"digest": "moments"},
             "config.json": {"digest": "settings"},
         }
-        manifest = {"step": "initialise", "blobs": blobs}
+        manifest = {"step": "initialize", "blobs": blobs}
         (folder / f"{seq:06d}.json").write_text(json.dumps(manifest))
     assert unchanged.committed(tmp_path) == {
         "initialize/model.safetensors": "new",

@@ -17,7 +17,7 @@ def result():
 
 
 def test_its_numbers_are_those_of_the_result(result):
-    assert " ".join(benchmark("viewer").table(result).split()) in " ".join(DOCUMENT.split())
+    assert " ".join(benchmark("viewer").text_of(result).split()) in " ".join(DOCUMENT.split())
 
 
 def test_what_was_asked_for_holds_in_cpu_time(result):
