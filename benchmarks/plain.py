@@ -1,12 +1,14 @@
 """Counts of unplain text: docstrings that open as half a sentence, vague names, words of a dialect.
 
-`python benchmarks/plain.py` prints them; `--draw SEED` lists a hundred docstrings for a reader to
-judge: docs/results/docstrings.md.
+`python benchmarks/plain.py` prints them; `python benchmarks/plain.py BEFORE` also counts the commit
+BEFORE and three other projects, and writes docs/results/plain.json. `--draw SEED` lists a hundred
+docstrings for a reader to judge: docs/results/docstrings.md.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib.util
 import io
 import json
 import random
@@ -17,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness import PACKAGES, ROOT, parser_of
+from harness import PACKAGES, RESULTS, ROOT, checkout, commit_of, parser_of, write
 
 SIMULATORS = ("babyai", "sciworld", "searchqa", "textcraft", "webarena")  # prose of their own
+ANCHORS = ("starlette", "httpx", "prefect")  # other projects, as installed
 # pronouns and genitives: what follows hangs on the signature or on a noun that is not named
 OPENERS = re.compile(
     r"(What|Of|As|How|Where|Whether|Those|That|Which|Who|Whoever|Whom|Whose|When|Whatever)\b"
@@ -110,11 +113,17 @@ def sources_in(root: Path, *folders: str) -> list[str]:
     ]
 
 
-def count(root: Path) -> Text:
-    """Count the Python files of the packages below `root`."""
-    simulators = {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
-    sources = [source for source in sources_in(root, *PACKAGES) if source not in simulators]
+def count(root: Path, *folders: str) -> Text:
+    """Count the Python files of the packages, or of other folders, below `root`."""
+    names = folders or PACKAGES
+    simulators = set() if folders else {*sources_in(root, *(f"envs/{name}" for name in SIMULATORS))}
+    sources = [source for source in sources_in(root, *names) if source not in simulators]
     return text_of(sources, simulators)
+
+
+def count_package(name: str) -> Text:
+    (installed,) = importlib.util.find_spec(name).submodule_search_locations
+    return count(Path(installed).parent, name)
 
 
 def draw(seed: str, count: int = 100) -> list[str]:
@@ -131,12 +140,19 @@ def draw(seed: str, count: int = 100) -> list[str]:
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("before", nargs="?", metavar="BEFORE", help="a commit")
     parser.add_argument("--draw", metavar="SEED")
     chosen = parser.parse_args()
     if chosen.draw:
         print("\n".join(draw(chosen.draw)))
         return
-    print(json.dumps(asdict(count(ROOT)), indent=1))
+    counts = {"now": asdict(count(ROOT))}
+    if chosen.before:
+        with checkout(commit_of(chosen.before)) as tree:
+            counts["before"] = {"commit": chosen.before, **asdict(count(tree))}
+        counts |= {name: asdict(count_package(name)) for name in ANCHORS}
+        write(RESULTS / "plain.json", counts)
+    print(json.dumps(counts, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,13 @@ DRAWING = (CONCEPTS / "architecture.md").read_text()
 # functions longer than 60 lines that are easier to read as a whole, with their maximal number of
 # lines
 LONG = {
-    "agentgym/audit/__init__.py audit": 82,
-    "agentgym/audit/episodes.py check_tokens": 66,
-    "agentgym/data/trajectories.py _check_messages": 61,
-    "agentgym/training/offline.py train_stage": 70,
+    "agentgym/audit/__init__.py audit": 73,
+    "agentgym/audit/episodes.py check_tokens": 61,
+    "agentgym/training/offline.py train_stage": 66,
     "envs/__main__.py _parser": 69,
-    "envs/server.py make_app": 144,
-    "flows/shell.py summarise": 77,
-    "services/supervisor.py supervise": 65,
+    "envs/server.py make_app": 138,
+    "flows/shell.py summarise": 64,
+    "services/supervisor.py supervise": 64,
 }
 
 
@@ -118,13 +117,13 @@ def test_no_code_asks_what_a_step_is_called():
 
 # upper bounds on the lines of Python in each folder
 SIZES = {
-    "agentgym": 49_700,
+    "agentgym": 50_050,
     "benchmarks": 10_210,
-    "envs": 11_000,
-    "flows": 990,
-    "services": 1_900,
+    "envs": 11_020,
+    "flows": 995,
+    "services": 1_925,
     "sites": 3_900,
-    "tasks": 630,
+    "tasks": 635,
     "tests": 66_100,
 }
 

@@ -163,9 +163,7 @@ class TorchPolicy:
         return self._meter.usage()
 
     async def sleep(self) -> None:
-        """Wait for running actions; then free the key-value cache and float32 copies of weights.
-        Requests wait until `wake`.
-        """
+        """Wait for actions; free key-value cache and float32 copies. Requests wait for `wake`."""
         self._awake.clear()
         await self._idle()
         self._forget()
