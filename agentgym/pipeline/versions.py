@@ -77,8 +77,8 @@ def promote(cfg: RunConfig, number: str, progress: Progress | None = None) -> En
             final, play = candidate.evaluation_in(store), play_anew(cfg, progress)
             evidence = evidence_of(cfg, store, final, candidate, champion, play)
             items = {item for pair in evidence.pairs.values() for item in pair.items}
-            audited = {} if evidence.audit == "failed" else audit
-            return replace(evidence, num_seen=len(items & chosen_on), **audited)
+            evidence = replace(evidence, num_seen=len(items & chosen_on))
+            return evidence if evidence.audit == "failed" else replace(evidence, **audit)
 
         moves = sum(entry.moved for entry in promotions.history.entries())
         # all of the run's evaluation steps have the same protocol
