@@ -118,7 +118,7 @@ def test_no_code_asks_what_a_step_is_called():
 # upper bounds on the lines of Python in each folder
 SIZES = {
     "agentgym": 50_050,
-    "benchmarks": 10_210,
+    "benchmarks": 10_220,
     "envs": 11_020,
     "flows": 995,
     "services": 1_925,
