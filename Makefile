@@ -73,7 +73,7 @@ test: MARKS = $(FAST)
 quick: WORKERS ?= 3  ## those that start no process, train nothing and open no browser; at each edit
 quick: MARKS = $(FAST) and not integration
 slow: MARKS = slow and not kubernetes and not vllm and not real  ## what takes minutes
-ray: MARKS = ray and not kubernetes  ## what starts Ray
+ray: MARKS = ray and not kubernetes$(if $(SLOW),, and not slow)  ## what starts Ray; what takes minutes of it, too: make ray SLOW=1
 kubernetes: MARKS = kubernetes and $(if $(SLOW),,not )slow  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config; a whole run there, minutes: make kubernetes SLOW=1
 test quick slow ray kubernetes: install
 	@$(BIN)/python -m pytest -m "$(strip $(MARKS))" --numprocesses $(or $(strip $(WORKERS)),0) $(ARGS)

@@ -12,7 +12,7 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.steps.context import METRICS
 from agentgym.tracking.points import decode_points
 
-pytestmark = [pytest.mark.vllm, pytest.mark.integration]
+pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.slow]
 
 
 def of_vllm():
@@ -20,7 +20,7 @@ def of_vllm():
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rank", [0, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_a_stage_goes_on_when_a_worker_with_vllm_dies(
     warm, kill_worker_at, assert_whole, caplog, rank
 ):

@@ -16,7 +16,10 @@ from agentgym.pipeline.contenders import export
 from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.rollouts.policies.engine_settings import ENVIRONMENT
 
-pytestmark = [pytest.mark.vllm, pytest.mark.integration, pytest.mark.timeout(1500)]
+pytestmark = [
+    *(pytest.mark.vllm, pytest.mark.integration),
+    *(pytest.mark.slow, pytest.mark.timeout(1500)),
+]
 CONTEXT = 512
 
 
