@@ -258,6 +258,7 @@ def test_a_guide_alone_touches_these_files_and_leaves_nothing_undefined(copy, gu
     copy.run(f"ruff check {copy.python()}")
 
 
+@pytest.mark.slow
 def test_an_advantage_of_the_guide_trains(followed):
     copy, outputs = followed
     assert "1 passed" in outputs["An advantage"]["python -m"]
@@ -265,6 +266,7 @@ def test_an_advantage_of_the_guide_trains(followed):
     assert any(row.get("actor/grad_norm", 0.0) > 0 for row in copy.points(recipe="max_rl"))
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_guide_trains(followed):
     copy, outputs = followed
     assert "1 passed" in outputs["A loss"]["python -m"]
@@ -273,6 +275,7 @@ def test_a_loss_of_the_guide_trains(followed):
     assert any(row.get("actor/grad_norm", 0.0) > 0 and "actor/clip_frac" in row for row in rows)
 
 
+@pytest.mark.slow
 def test_a_training_loop_of_the_guide_trains_and_its_run_passes_the_audit(followed):
     copy, outputs = followed
     assert "stage-1: ran" in outputs["A training loop"]["agentgym step"]
@@ -282,6 +285,7 @@ def test_a_training_loop_of_the_guide_trains_and_its_run_passes_the_audit(follow
     assert any(row["actor/num_kept"] > 0 and row["sft/grad_norm"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_a_step_of_the_guide_is_in_the_table_runs_once_and_is_in_dvc_yaml(followed):
     copy, outputs = followed
     assert re.search(r"run +unsolved +after evaluate-stage-1", outputs["A step"]["agentgym plan"])
@@ -292,6 +296,7 @@ def test_a_step_of_the_guide_is_in_the_table_runs_once_and_is_in_dvc_yaml(follow
     assert re.search(r"skip +unsolved +done", copy.run("agentgym plan"))
 
 
+@pytest.mark.slow
 def test_a_metric_of_the_guide_arrives_in_the_points_of_the_step(followed):
     copy, outputs = followed
     assert "audit passed" in outputs["A metric"]["agentgym audit"]
@@ -300,6 +305,7 @@ def test_a_metric_of_the_guide_arrives_in_the_points_of_the_step(followed):
     assert all(0.0 <= row["rollout/repeat_frac"] <= 1.0 for row in rows)
 
 
+@pytest.mark.slow
 def test_an_environment_is_three_files_is_served_and_trained_on(copy, tiny_params):
     tiny_params(copy.folder, **SHORT, data={"path": "data/AgentGym-RL-Data-ID"})
     copy.follow("An environment")

@@ -82,10 +82,8 @@ def test_servers_of_the_readme_come_up_and_end(finished, tmp_path, command):
         (finished.folder / ".venv").symlink_to(sys.prefix)
         words, path = ["make", "--old-file=.venv/.installed", "ui", f"PORT={port}"], "/health"
     else:
-        words, path = (
-            [port if word == "36002" else word for word in shlex.split(command)],
-            "/readyz",
-        )
+        words, path = re.sub(r" --port \d+", "", command), "/readyz"
+        words = [*shlex.split(words), "--port", port]
     with (tmp_path / "said").open("wb") as said:
         process = subprocess.Popen(
             words,

@@ -54,7 +54,9 @@ def two(make_model, stored, batch_of, tmp_path_factory):
     return plan, batch, together(learn, asked, tmp_path_factory.mktemp("two"), 2)
 
 
-@pytest.mark.parametrize("size", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [1, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))]
+)
 def test_a_commit_of_two_ranks_goes_on_at_another_number_of_them(two, tmp_path, size):
     plan, batch, before = two
     manifest = plan.weights.manifest.model_copy(update={"blobs": before["kept"]})

@@ -37,6 +37,7 @@ def place():
     pool.close()
 
 
+@pytest.mark.slow
 def test_under_equal_identity_hashes_the_stock_engine_says_what_ours_does(pool):
     ours, theirs = pool.acquire(), stock.start()
     try:
