@@ -29,6 +29,7 @@ NUMBER = r"[+\-−]?\d+(?:\.\d+)*"
 NAME = r"r[0-9a-f]{12}\b"  # of a run
 WORDS = re.compile(rf"(?P<any>…)|(?P<name>\b{NAME})|(?P<number>{NUMBER})|(?P<blank>\s+)")
 MODEL = "build/smollm2-135m-instruct"
+CLONE = "git clone URL agentgym-flow\ncd agentgym-flow"
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,6 @@ def project(finished, copied, tmp_path):  # noqa: F811
     return installed(project)
 
 
-@pytest.fixture
-def new(copied, once, make_clone, tmp_path):  # noqa: F811
-    """Return a clone without a run, in which `make` finds everything installed."""
-    project = copied(once("clone", make_clone), tmp_path)
-    params = project.folder / "params.yaml"
-    tree = yaml.safe_load(params.read_text())
-    tree["alarms"]["min_entropy"] = 0.02  # no alarms between the lines of a tutorial
-    params.write_text(yaml.safe_dump(tree))
-    return installed(project)
-
-
 def installed(project):
     """Give the project this environment as its .venv, newer than what `make` compares it with.
     Commands import the project's own sources.
@@ -172,34 +162,28 @@ def test_a_text_matches_the_end_of_an_output_up_to_numbers():
 
 
 def test_the_first_run(project):
-    before = (project.folder / ".agentgym/store").stat()
     recorded = without_alarms(project.first.stdout)
-    reader = Reader(project, {CLONE: "true", "make pipeline": lambda: recorded})
-    reader.follow("first-run")
-    assert before.st_ino == (project.folder / ".agentgym/store").stat().st_ino
+    Reader(project, {CLONE: "true", "make pipeline": lambda: recorded}).follow("first-run")
     assert (project.folder / "pages/index.html").is_file()
 
 
-CLONE = "git clone URL agentgym-flow\ncd agentgym-flow"
+@pytest.mark.slow
+def test_the_first_comparison(project):
+    Reader(project).follow("first-comparison")
+    assert (project.folder / "first/first.png").is_file()
 
 
 @pytest.mark.slow
-def test_the_first_comparison(new):
-    Reader(new).follow("first-comparison")
-    assert (new.folder / "first/first.png").is_file()
-
-
-@pytest.mark.slow
-def test_the_first_environment(new):
-    site = new.folder / "site"
+def test_the_first_environment(project):
+    site = project.folder / "site"
     offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-    path = os.pathsep.join([str(site), new.environment["PYTHONPATH"]])
-    new.environment |= {**offline, "PIP_TARGET": str(site), "PYTHONPATH": path}
-    Reader(new).follow("first-environment")
+    path = os.pathsep.join([str(site), project.environment["PYTHONPATH"]])
+    project.environment |= {**offline, "PIP_TARGET": str(site), "PYTHONPATH": path}
+    Reader(project).follow("first-environment")
 
 
 @pytest.fixture
-def small_model(new):
+def small_model(project):
     """Write a tiny Llama to the folder of the tutorial's model, and a profile of its size."""
     tokenizer = tokenizer_of("llama3")
     config = LlamaConfig(
@@ -215,9 +199,9 @@ def small_model(new):
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(new.folder / MODEL)
-    tokenizer.save_pretrained(new.folder / MODEL)
-    profile = new.folder / "profiles/small/smollm2-135m-cpu.yaml"
+        LlamaForCausalLM(config).save_pretrained(project.folder / MODEL)
+    tokenizer.save_pretrained(project.folder / MODEL)
+    profile = project.folder / "profiles/small/smollm2-135m-cpu.yaml"
     tree = yaml.safe_load(profile.read_text())
     tree["rollout"] |= {"items_per_step": 2, "group_size": 2}
     tree["horizon"]["stage_steps"] = [1]
@@ -225,7 +209,7 @@ def small_model(new):
     tree["alarms"] = {"no_success": "off"}  # the weights are random
     tree["gate"] = {"min_success": 0.0}
     profile.write_text(yaml.safe_dump(tree))
-    return new
+    return project
 
 
 @pytest.mark.slow
