@@ -13,6 +13,7 @@ import io
 import json
 import random
 import re
+import subprocess
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -121,6 +122,15 @@ def count(root: Path, *folders: str) -> Text:
     return text_of(sources, simulators)
 
 
+def dialect_of_documents() -> float:
+    """Return the matches of DIALECT per million characters of the documents, without CHANGELOG."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+    ).stdout.split()
+    texts = [(ROOT / path).read_text(encoding="utf-8") for path in listed if path != "CHANGELOG.md"]
+    return 1e6 * sum(len(DIALECT.findall(text)) for text in texts) / sum(map(len, texts))
+
+
 def count_package(name: str) -> Text:
     (installed,) = importlib.util.find_spec(name).submodule_search_locations
     return count(Path(installed).parent, name)
@@ -146,7 +156,8 @@ def main() -> None:
     if chosen.draw:
         print("\n".join(draw(chosen.draw)))
         return
-    counts = {"now": asdict(count(ROOT))}
+    documents = {"documents_dialect_per_million": round(dialect_of_documents(), 1)}
+    counts = {"now": asdict(count(ROOT)) | documents}
     if chosen.before:
         with checkout(commit_of(chosen.before)) as tree:
             counts["before"] = {"commit": chosen.before, **asdict(count(tree))}

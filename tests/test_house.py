@@ -86,7 +86,7 @@ def test_the_language_is_plain():
     assert counts.num_docstrings > 3000
     assert counts.openers_frac <= 0.03
     assert counts.vague_per_1000 <= 2
-    assert counts.dialect_per_million <= 25
+    assert max(counts.dialect_per_million, plain.dialect_of_documents()) <= 25
     odd = plain.text_of(['def two(each):  # somebody\n    """Of two digests."""\n    each = 1\n'])
     assert (odd.openers_frac, odd.vague_per_1000) == (1, 1000)
     assert odd.most_common == {"each": 2, "Of": 1, "somebody": 1}
@@ -118,7 +118,7 @@ def test_no_code_asks_what_a_step_is_called():
 # upper bounds on the lines of Python in each folder
 SIZES = {
     "agentgym": 50_050,
-    "benchmarks": 10_220,
+    "benchmarks": 10_235,
     "envs": 11_020,
     "flows": 995,
     "services": 1_925,
