@@ -124,7 +124,7 @@ def installed(project):
     """Give the project this environment as its .venv, newer than what `make` compares it with.
     Commands import the project's own sources.
     """
-    project.environment["PYTHONPATH"] = str(project.folder)
+    project.environment |= {"PYTHONPATH": str(project.folder), "LC_ALL": "C.UTF-8"}
     environment = project.folder / ".venv"
     environment.mkdir()
     for each in Path(sys.prefix).iterdir():
