@@ -113,8 +113,8 @@ def test_the_table_of_training_alarms_is_that_of_the_rules():
         (
             f"`alarms.{name}`",
             f"{', '.join(f'`{metric}`' for metric in rule.metrics)}: {rule.what},"
-            f" {'below' if rule.at_least else 'above'} `alarms.{rule.limit}`"
-            f" ({getattr(AlarmsConfig(), rule.limit):g})",
+            f" {'below' if rule.at_least else 'above'} `alarms.{name}.{rule.limit}`"
+            f" ({getattr(getattr(AlarmsConfig(), name), rule.limit):g})",
             rule.advice,
         )
         for name, rule in RULES.items()
