@@ -8,6 +8,7 @@ Writes docs/images/mlflow_*.png. Needs Chromium.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -22,9 +23,9 @@ from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.tracking import deliver
 from agentgym.tracking.saved_view import VIEWS, link_to
 from envs.webarena.chromium import find_browser
+from services.mlflow_server import PREFERENCES
 
 SETTLES_MS = 15_000  # until charts are drawn
-SHOWN = {"x": 0, "y": 0, "width": 1410, "height": 1100}  # without the assistant at the right
 
 
 @contextlib.contextmanager
@@ -61,16 +62,14 @@ def shoot(cfg: RunConfig, images: Path) -> None:
     database = Path(cfg.tracking_uri.removeprefix("sqlite:///"))
     with served(database) as url, sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1900, "height": 1100})
+        page = browser.new_page(viewport={"width": 1410, "height": 1100})
+        kept = {name: json.dumps(value) for name, value in PREFERENCES.items()}
+        page.add_init_script(f"Object.assign(localStorage, {json.dumps(kept)})")
         for name, path in paths.items():
             page.goto("about:blank")
             page.goto(f"{url}/{path}", timeout=120_000)
             page.wait_for_timeout(SETTLES_MS)  # the network never becomes idle: charts keep polling
-            for label in ("Got it", "Close"):  # dialogs that the UI shows new users
-                button = page.get_by_role("button", name=label)
-                if name != "mlflow_trace" and button.count():
-                    button.first.click()
-            page.screenshot(path=images / f"{name}.png", clip=SHOWN)
+            page.screenshot(path=images / f"{name}.png")
         browser.close()
 
 
