@@ -4,19 +4,58 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from agentgym.commands.parser import Commands
-from agentgym.config import RunConfig, Setting, settings
+from agentgym.config import ConfigError, RunConfig, Setting, settings
+from agentgym.config.section import unknown_key
 from agentgym.console.ending import say
 
-MEANINGS_AT = 40  # column of `agentgym config`
+# settings that most runs change
+MAIN = (
+    "model.name",
+    "env.name",
+    "env.options",
+    "rollout.engine",
+    "algorithm.recipe",
+    "horizon.max_turns",
+    "horizon.stage_steps",
+    "rollout.items_per_step",
+    "rollout.group_size",
+    "optimizer.lr",
+    "evaluation.num_items",
+    "compute",
+)
+MIN_COLUMN = 16  # characters of a column in a narrow terminal
+LEGEND = "* changes results; what has none changes where and how fast they are computed"
 
 
 def add(commands: Commands) -> None:
-    config = commands.add("config", _config, "every setting, its value, default and meaning")
+    config = commands.add(
+        "config", _config, "settings with value, default and meaning: what matters, or all"
+    )
+    config.add_argument(
+        "section",
+        nargs="?",
+        metavar="SECTION",
+        help="all of a section or one setting, for example rollout or optimizer.lr (default: those"
+        " that matter most, and what differs from the defaults)",
+    )
+    config.add_argument("--all", action="store_true", help="every setting")
+    config.add_argument(
+        "--search", metavar="WORD", help="settings whose path, meaning or example contains it"
+    )
     config.add_argument("--json", action="store_true")
+    config.add_argument(
+        "--out", type=Path, help="write the settings that change results to this file, for DVC"
+    )
     doctor = commands.add("doctor", _doctor, "what is missing on this machine")
     doctor.add_argument("--json", action="store_true")
     envs = commands.group("envs", "environment servers on Kubernetes")
@@ -31,24 +70,83 @@ def add(commands: Commands) -> None:
 
 def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     rows = list(settings(cfg))
-    if arguments.json:
+    if arguments.section:
+        known = {row.section or row.name for row in rows}
+        rows = [row for row in rows if f"{row.path}.".startswith(f"{arguments.section}.")]
+        if not rows:
+            raise ConfigError(unknown_key((), arguments.section, known))
+    if arguments.search:
+        word = arguments.search.casefold()
+        texts = [f"{row.path} {_meaning(row)} {json.dumps(row.example)}" for row in rows]
+        rows = [row for row, text in zip(rows, texts, strict=True) if word in text.casefold()]
+        if not rows:
+            raise ConfigError(f"no setting's path, meaning or example contains {arguments.search}")
+    if arguments.out is not None:
+        _write_resolved(cfg, arguments)
+    elif arguments.json:
         say(json.dumps([asdict(row) for row in rows], indent=1))
-        return 0
-    say("* changes results; what has none changes where and how fast they are computed")
-    section = ""
-    for row in rows:
-        if row.section != section:
-            section = row.section
-            say(f"\n{section}")
-        value, default = (json.dumps(item) for item in (row.value, row.default))
-        changed = "" if value == default else f" (default {default})"
-        mark = "*" if row.changes_results else " "
-        shown = f"{mark} {row.name:<21}{value + changed}"
-        if len(shown) >= MEANINGS_AT:
-            say(shown)
-            shown = ""
-        say(f"{shown:<{MEANINGS_AT}}{_meaning(row)}")
+    elif arguments.all or arguments.section or arguments.search:
+        say(LEGEND)
+        for section, group in itertools.groupby(rows, lambda row: row.section):
+            say(f"\n{section}" if section else "")
+            _print_table(list(group), is_short=False)
+    else:
+        _print_overview(rows)
     return 0
+
+
+def _write_resolved(cfg: RunConfig, arguments: argparse.Namespace) -> None:
+    from agentgym.pipeline.dvc import require_current
+    from agentgym.store.posix import write_whole
+
+    require_current(cfg, arguments.params)
+    tree = json.dumps(cfg.semantic(), indent=1, sort_keys=True)
+    write_whole(arguments.out, f"{tree}\n".encode())
+
+
+def _print_overview(rows: Sequence[Setting]) -> None:
+    by_path = {row.path: row for row in rows}
+    others = [row for row in rows if row.value != row.default and row.path not in MAIN]
+    say(LEGEND)
+    say("\nthe settings that matter most")
+    _print_table([by_path[path] for path in MAIN], is_short=True)
+    say("\nothers that are not the default" if others else "\nall others have their defaults")
+    _print_table(others, is_short=True)
+    say("\nagentgym config SECTION, --all or --search WORD prints more, with whole meanings")
+
+
+def _print_table(rows: Sequence[Setting], *, is_short: bool) -> None:
+    """Print a line or more for each setting, in columns: name, value, meaning.
+    is_short: paths for names, and one line of a meaning; else all of a meaning.
+    """
+    cells = [(row.path if is_short else row.name, json.dumps(row.value)) for row in rows]
+    value_at = 4 + _width([name for name, _ in cells], 26)
+    meaning_at = value_at + 2 + _width([value for _, value in cells], 16)
+    num_columns = shutil.get_terminal_size().columns
+    for row, (name, value) in zip(rows, cells, strict=True):
+        meaning = re.split("[;.] ", row.description)[0] if is_short else _meaning(row)
+        if row.value != row.default:
+            meaning = f"(default {json.dumps(row.default)}) {meaning}"
+        line = f"{'*' if row.changes_results else ' '} {name}"
+        for at, text, most in ((value_at, value, None), (meaning_at, meaning, 1)):
+            parts = textwrap.wrap(
+                text,
+                max(num_columns - at, MIN_COLUMN),
+                max_lines=most if is_short else None,
+                placeholder=" …",
+                break_on_hyphens=False,
+            )
+            for part in parts:
+                if len(line) > at - 2:
+                    say(line)
+                    line = ""
+                line = f"{line:<{at}}{part}"
+        say(line)
+
+
+def _width(texts: Sequence[str], most: int) -> int:
+    """Length of the longest text of at most `most` characters; longer ones get their own lines."""
+    return max((len(text) for text in texts if len(text) <= most), default=0)
 
 
 def _meaning(row: Setting) -> str:

@@ -39,7 +39,9 @@ class Loop:
 
 class AlgorithmConfig(Section):
     loop: ClassVar[Loop]
-    recipe: str = setting(DEFAULT_RECIPE, "algorithm: a row of agentgym/algorithms/recipe.py")
+    recipe: str = setting(
+        DEFAULT_RECIPE, "algorithm: grpo, ppo, dpo, or another row of agentgym/algorithms/recipe.py"
+    )
 
     @model_validator(mode="after")
     def _check_bootstrap(self) -> Self:

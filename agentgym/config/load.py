@@ -113,6 +113,11 @@ class Setting:
     choices: tuple[Any, ...]  # all values it may have, if they are a fixed set
     example: Any  # a value you could give it; the default unless that is empty
 
+    @property
+    def path(self) -> str:
+        """Dotted path, as in an override."""
+        return ".".join(filter(None, (self.section, self.name)))
+
 
 def settings(cfg: RunConfig) -> Iterator[Setting]:
     """Yield every setting, section by section. The defaults are those of the configured recipe."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from agentgym.config.optimization import OptimizerConfig
 from agentgym.config.section import ConfigError, Section, Seed, operational, setting
@@ -198,10 +198,17 @@ class WarmStartConfig(Section):
         "the optimizer of the warm start; training has its own",
     )
 
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def _with_defaults(cls, value: Any) -> Any:
+        """Fill up a mapping with the defaults of the warm start, which are not training's."""
+        usual = cls.model_fields["optimizer"].default.model_dump()
+        return {**usual, **value} if isinstance(value, dict) else value
+
 
 class RolloutConfig(Section):
     items_per_step: PositiveInt = setting(16, "items per optimizer step")
-    group_size: PositiveInt = setting(8, "episodes sampled per item and optimizer step")
+    group_size: PositiveInt = setting(8, "episodes per item and optimizer step")
     temperature: PositiveFloat = setting(1.0, "sampling temperature in training")
     max_new_tokens: PositiveInt = setting(6, "most tokens of one action")
     observation_tokens: PositiveInt = setting(
@@ -296,7 +303,7 @@ class HorizonConfig(Section):
     )
     max_turns: tuple[PositiveInt, ...] = setting(
         (6, 9, 12),
-        "most turns of an episode, one value per stage (adaptive: the values to move through)",
+        "most turns per episode in each stage (adaptive: the values to move through)",
         min_length=1,
     )
     stage_steps: tuple[PositiveInt, ...] = setting((15, 15, 20), "optimizer steps per stage")
