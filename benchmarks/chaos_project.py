@@ -76,7 +76,7 @@ class Project:
                 shutil.copy(ROOT / name, self.folder / name)
         params = yaml.safe_load((self.folder / "params.yaml").read_text(encoding="utf-8"))
         for section, values in sections.items():
-            params[section] |= values
+            params[section] = {**params.get(section, {}), **values}
         (self.folder / "params.yaml").write_text(yaml.safe_dump(params), encoding="utf-8")
         self.home.mkdir()
         self.scratch.mkdir()

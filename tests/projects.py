@@ -196,7 +196,7 @@ def clone(folder: Path) -> Project:
             shutil.copy(ROOT / name, folder / "project" / name)
     params = yaml.safe_load((folder / "project/params.yaml").read_text())
     for section, values in TINY.items():
-        params[section] |= values
+        params[section] = {**params.get(section, {}), **values}
     (folder / "project/params.yaml").write_text(yaml.safe_dump(params))
     (folder / "home").mkdir()
     project = Project(folder / "project", folder / "home")

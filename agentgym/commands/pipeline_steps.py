@@ -120,7 +120,7 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.store.posix import write_whole
 
     write_whole(FILE, dvc_yaml(cfg, arguments.params).encode())
-    say(f"{FILE}: {len(steps_of(cfg)) + 1} stages of {arguments.params}; `dvc repro` runs them")
+    say(f"{FILE}: {len(steps_of(cfg)) + 2} stages of {arguments.params}; `dvc repro` runs them")
     return 0
 
 

@@ -1,5 +1,5 @@
 """params.yaml as one frozen, validated tree.
-Every number that changes a result is written in that file and nowhere else.
+A number that changes a result is a default here or stands in that file, and nowhere else.
 """
 
 from agentgym.config.algorithm import (

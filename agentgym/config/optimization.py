@@ -24,6 +24,8 @@ class OptimizerConfig(Section):
     final_lr_fraction: float = setting(
         0.1, "learning rate of the last step as a fraction of lr (cosine, linear)", ge=0, le=1
     )
+    # Where few groups still differ, gradients are small: an average that soon forgets large ones
+    # makes full steps of them, and clipping keeps one large gradient from being most of an average.
     betas: tuple[float, float] = setting(
         (0.9, 0.99), "AdamW's decay rates of the running averages of the gradient and of its square"
     )

@@ -1,8 +1,8 @@
 """Defaults of settings for a pretrained model.
 
-params.yaml and the fields of the sections hold the settings of the small default model. Actions,
-contexts, learning rates and the size of evaluations of a pretrained model differ by an order of
-magnitude, and its prompt must explain the environment's grammar.
+The fields of the sections hold the settings of the small default model. Actions, contexts,
+learning rates and the size of evaluations of a pretrained model differ by an order of magnitude,
+and its prompt must explain the environment's grammar.
 """
 
 from __future__ import annotations

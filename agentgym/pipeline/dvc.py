@@ -23,12 +23,15 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import curve
 
 FILE, FOLDER, PARAMS = Path("dvc.yaml"), Path("outputs"), "params.yaml"
+RESOLVED = "params"  # stage that writes all settings of the run, with defaults, for the others
 HEADER = """\
 # Made by `agentgym dvc` from the table of steps; for another schedule the same command makes
 # another. The steps are those of `make pipeline` and share one store: what one has done the other
 # finds done. Outputs are pointers (place, digest, numbers), never weights, and small enough for
-# git: they are not cached, so that no run-cache can bring one back without its result. The last
-# stage checks that the store has what they name: a clone that has only pointers stops there.
+# git: they are not cached, so that no run-cache can bring one back without its result. The first
+# stage writes the settings that change results, with defaults, and each step depends on those that
+# are in its key. The last stage checks that the store has what pointers name: a clone that has
+# only pointers stops there.
 """
 TRAINED = ("sft_loss", "rollout_success", "validation_success")
 SHOWN = 3  # results that an error names
@@ -38,7 +41,8 @@ LAST = "stored"  # its output is in no clone, because git ignores the folder of 
 def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
     """Return the text of dvc.yaml for a run of this configuration. params: its parameter file."""
     steps = steps_of(cfg)
-    stages = {name: _stage(step, cfg, params) for name, step in steps.items()}
+    stages = {RESOLVED: _first_stage(params)}
+    stages |= {name: _stage(step, cfg, params) for name, step in steps.items()}
     stages[LAST] = _last_stage(cfg, params)
     tree = {"stages": stages, "plots": _plots(steps)}
     return HEADER + yaml.safe_dump(tree, sort_keys=False, width=120)
@@ -46,7 +50,7 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
 
 def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
-    `dvc exp run -S horizon.stage_steps=[5]`, or cannot be read.
+    `dvc exp run -S +horizon.stage_steps=[5]`, or cannot be read.
 
     DVC would run steps that the run does not have, or leave some out.
     """
@@ -76,16 +80,23 @@ def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     )
 
 
+def _first_stage(params: str) -> dict[str, Any]:
+    out = _out(RESOLVED)
+    return {
+        "cmd": f"python -m agentgym config --out {out}{_options(params)}",
+        "deps": [*dict.fromkeys((params, PARAMS)), "agentgym"],  # params may extend PARAMS
+        "outs": [{out: {"cache": False}}],
+    }
+
+
 def _stage(step: Step, cfg: RunConfig, params: str) -> dict[str, Any]:
     inputs = [_out(parent) for parent in step.parents]
     if step.kind is Kind.PREPARE:
-        data_path = "${data.path}" if params == PARAMS else str(cfg.data.path)
-        inputs = [data_path, "data/trajectories"]
+        inputs = [str(cfg.data.path), "data/trajectories"]
     stage: dict[str, Any] = {
         "cmd": f"python -m agentgym step {step.name} --out {_out(step.name)}{_options(params)}",
         "deps": [*inputs, "agentgym", "envs"],
-        # all of another parameter file, and of params.yaml, which it may extend
-        "params": list(step.sections) if params == PARAMS else [{params: []}, {PARAMS: []}],
+        "params": [{_out(RESOLVED): list(step.sections)}],
         "outs": [{_out(step.name): {"cache": False}}],
     }
     if step.kind is Kind.EVALUATE:

@@ -67,9 +67,8 @@ def test_an_experiment_runs_what_depends_on_its_parameter_and_goes_on_from_the_s
 
 def test_params_diff_names_the_changed_parameter_alone(experiment):
     differences = json.loads(experiment.run("dvc", "params", "diff", "--json").stdout)
-    assert differences == {
-        "params.yaml": {"evaluation.num_items": {"old": 8, "new": 10, "diff": 2}}
-    }
+    changed = {"evaluation.num_items": {"old": 8, "new": 10, "diff": 2}}
+    assert differences == {"params.yaml": changed, "outputs/params.json": changed}
 
 
 def test_metrics_diff_compares_numbers_of_both_revisions(experiment):
@@ -96,12 +95,12 @@ def test_metrics_fit_a_terminal_of_100_columns(experiment, command):
 
 
 SCHEDULES = {
-    "two stages": ["-S", "horizon.max_turns=[6,12]", "-S", "horizon.stage_steps=[1,2]"],
+    "two stages": ["-S", "+horizon.max_turns=[6,12]", "-S", "horizon.stage_steps=[1,2]"],
     "fixed": [
-        *("-S", "horizon.kind=fixed", "-S", "horizon.max_turns=[12]"),
+        *("-S", "+horizon.kind=fixed", "-S", "+horizon.max_turns=[12]"),
         *("-S", "horizon.stage_steps=[2]"),
     ],
-    "no warm start": ["-S", "warm_start.enabled=false", "-S", "model.source=hub"],
+    "no warm start": ["-S", "+warm_start.enabled=false", "-S", "+model.source=hub"],
 }
 
 

@@ -1,5 +1,6 @@
 """dvc.yaml is generated from the steps and must match them."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -42,7 +43,12 @@ def test_what_looks_at_steps_that_are_done_imports_no_torch():
 def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
     cfg = load_config(ROOT / "params.yaml", overrides)
     tree, steps = yaml.safe_load(dvc_yaml(cfg)), steps_of(cfg)
-    assert list(tree["stages"]) == [*steps, "stored"]
+    assert list(tree["stages"]) == ["params", *steps, "stored"]
+    assert tree["stages"]["params"] == {
+        "cmd": "python -m agentgym config --out outputs/params.json",
+        "deps": ["params.yaml", "agentgym"],
+        "outs": [{"outputs/params.json": {"cache": False}}],
+    }
     assert tree["stages"]["stored"] == {
         "cmd": "python -m agentgym stored --out .agentgym/stored.json",
         "deps": [f"outputs/{name}.json" for name in steps],
@@ -53,9 +59,9 @@ def test_every_step_is_a_dvc_stage_with_its_parents_and_parameters(overrides):
         assert stage["cmd"] == f"python -m agentgym step {name} --out outputs/{name}.json"
         inputs = [f"outputs/{parent}.json" for parent in step.parents]
         if step.kind is Kind.PREPARE:
-            inputs = ["${data.path}", "data/trajectories"]
+            inputs = [str(cfg.data.path), "data/trajectories"]
         assert stage["deps"] == [*inputs, "agentgym", "envs"]
-        assert stage["params"] == list(step.sections)
+        assert stage["params"] == [{"outputs/params.json": list(step.sections)}]
         assert stage["outs"] == [{f"outputs/{name}.json": {"cache": False}}]
         assert ("metrics" in stage) == (step.kind is Kind.EVALUATE)
     plotted = {file for plot in tree["plots"] for each in plot.values() for file in each["y"]}
@@ -90,8 +96,13 @@ def test_the_file_of_a_profile_reads_the_profile(tmp_path, monkeypatch):
     assert "stage-2" in stages
     assert "stage-3" not in stages
     assert stages["stage-1"]["cmd"].endswith("--out outputs/stage-1.json --params short.yaml")
-    assert stages["stage-1"]["params"] == [{"short.yaml": []}, {"params.yaml": []}]
+    assert stages["params"]["deps"] == ["short.yaml", "params.yaml", "agentgym"]
+    assert stages["params"]["cmd"].endswith("--out outputs/params.json --params short.yaml")
     require_current(load_config("short.yaml"), "short.yaml")
+    assert main(["config", "--out", "outputs/params.json", "--params", "short.yaml"]) == 0
+    written = json.loads(Path("outputs/params.json").read_text())
+    assert written == load_config("short.yaml").semantic()
+    assert main(["config", "--out", "outputs/params.json"]) == 2  # the file is of another run
     with pytest.raises(ConfigError, match="stage-3 is missing in it"):
         require_current(load_config("params.yaml"))
 
