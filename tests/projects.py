@@ -34,7 +34,7 @@ TINY = {
     "rollout": {"items_per_step": 4, "group_size": 4},
     "horizon": {"stage_steps": [1, 1, 2]},
     "validation": {"every": 2, "num_items": 4},
-    "alarms": {"min_entropy": 10.0},  # every step violates this limit
+    "alarms": {"entropy": {"min": 10.0}},  # every step violates this limit
     "evaluation": {"num_items": 8, "num_samples": 2, "k": [1, 2]},
     "gate": {"min_success": 0.0},
 }

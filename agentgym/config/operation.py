@@ -330,37 +330,77 @@ Action = Annotated[
 ]
 
 
-def _action(trouble: str) -> Any:
-    return operational("warn", f"{trouble}: off, warn, or stop after the next commit")
+class AlarmConfig(Section):
+    """The action of one alarm. Subclasses add the limit of its measure."""
+
+    action: Action = operational("warn", "off, warn, or stop after the next commit")
+
+
+class EntropyAlarm(AlarmConfig):
+    min: NonNegativeFloat = operational(0.02, "nats per action token; below, it has collapsed")
+
+
+class GradientAlarm(AlarmConfig):
+    max_factor: PositiveFloat = operational(20.0, "gradient norm, in multiples of the usual one")
+
+
+class UpdateKlAlarm(AlarmConfig):
+    max: PositiveFloat = operational(
+        0.2, "nats per action token between the policy before an update and after"
+    )
+
+
+class ZeroVarianceAlarm(AlarmConfig):
+    max_frac: float = operational(0.99, "share of the groups of equal rewards", gt=0, le=1)
+
+
+class SuccessAlarm(AlarmConfig):
+    max_drop: float = operational(
+        0.2, "success below the best so far, as a share of the episodes", gt=0, le=1
+    )
+
+
+class MismatchAlarm(AlarmConfig):
+    max_kl: PositiveFloat = operational(
+        0.03,
+        "nats per action token, engine against learner; algorithm.max_mismatch_kl ends a run"
+        " whatever stands here",
+    )
+
+
+class ThroughputAlarm(AlarmConfig):
+    min_frac: float = operational(0.5, "share of the usual tokens per second", ge=0, lt=1)
 
 
 class AlarmsConfig(Section):
-    """The action of each alarm and the limit of its measure: see docs/reference/alarms.md."""
+    """A section for each alarm: its action and the limit of its measure; docs/reference/alarms.md.
 
-    entropy: Action = _action("entropy collapse")
-    min_entropy: NonNegativeFloat = operational(0.02, "nats per action token")
-    gradient: Action = _action("gradient spike")
-    max_gradient_factor: PositiveFloat = operational(20.0, "times the usual gradient norm")
-    update_kl: Action = _action("update that moves the policy far")
-    max_update_kl: PositiveFloat = operational(
-        0.2, "nats per action token between the policy before an update and after"
-    )
-    zero_variance: Action = _action("groups that teach nothing")
-    max_zero_variance_frac: float = operational(
-        0.99, "share of the groups whose rewards are all equal", gt=0, le=1
-    )
-    success: Action = _action("success falls")
-    max_success_drop: float = operational(
-        0.2, "below the best success so far, as a share of the episodes", gt=0, le=1
-    )
+    They are operational, so that `alarms` is empty in every key and record.
+    """
+
     no_success: Action = operational(
         "stop",
         "a stage begins with groups of equal rewards, and neither they nor the evaluation of the"
         " weights it begins with has a success: off, warn, or stop before the first update",
     )
-    mismatch: Action = _action("engine and learner differ")
-    max_mismatch_kl: PositiveFloat = operational(
-        0.03, "nats per action token; algorithm.max_mismatch_kl ends a run whatever stands here"
-    )
-    throughput: Action = _action("throughput falls")
-    min_throughput_frac: float = operational(0.5, "of the usual tokens per second", ge=0, lt=1)
+    entropy: EntropyAlarm = operational(EntropyAlarm(), "entropy collapse")
+    gradient: GradientAlarm = operational(GradientAlarm(), "gradient spike")
+    update_kl: UpdateKlAlarm = operational(UpdateKlAlarm(), "update that moves the policy far")
+    zero_variance: ZeroVarianceAlarm = operational(ZeroVarianceAlarm(), "groups that teach nothing")
+    success: SuccessAlarm = operational(SuccessAlarm(), "success falls")
+    mismatch: MismatchAlarm = operational(MismatchAlarm(), "engine and learner differ")
+    throughput: ThroughputAlarm = operational(ThroughputAlarm(), "throughput falls")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        """Raise ValueError for a flat setting of earlier versions (`entropy: warn`,
+        `min_entropy: 0.02`), with its name today.
+        """
+        for name, value in values.items() if isinstance(values, dict) else ():
+            for alarm, info in cls.model_fields.items():
+                today = "action" if name == alarm else str(name).replace(f"_{alarm}", "")
+                is_flat = today != name and not isinstance(value, (dict, Section))
+                if is_flat and today in getattr(info.annotation, "model_fields", ()):
+                    raise ValueError(f"alarms.{name} is now alarms.{alarm}.{today}")
+        return values

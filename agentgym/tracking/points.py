@@ -168,7 +168,7 @@ class AlarmStop(RuntimeError):
 class Rule:
     """A measure of a run, its limit, and the advice if the limit is broken."""
 
-    limit: str  # name of the limit's setting in `alarms`
+    limit: str  # name of the limit in the alarm's section of `alarms`
     at_least: bool  # True: the limit is a minimum; False: a maximum
     metrics: tuple[str, ...]  # the first one that a step has is used
     measure: Callable[[Values], float | None]  # None: too few steps
@@ -198,7 +198,8 @@ class Alarm:
         broken = "below" if rule.at_least else "above"
         return (
             f"alarm {self.name} at optimizer step {self.step}: {self.metric}, {rule.what}, is"
-            f" {self.value:.3g}, {broken} alarms.{rule.limit} {self.limit:g}; {rule.advice}"
+            f" {self.value:.3g}, {broken} alarms.{self.name}.{rule.limit} {self.limit:g};"
+            f" {rule.advice}"
         )
 
 
@@ -208,8 +209,9 @@ def tripped(alarms: AlarmsConfig, history: Sequence[Point]) -> list[Alarm]:
     """
     alarms_raised = []
     for name, rule in RULES.items():
-        if getattr(alarms, name) != "off":
-            limit = float(getattr(alarms, rule.limit))
+        alarm = getattr(alarms, name)
+        if alarm.action != "off":
+            limit = float(getattr(alarm, rule.limit))
             metric, value = measured(rule, history)
             if value is not None and rule.is_broken(value, limit):
                 alarms_raised.append(Alarm(name, metric, value, limit, history[-1].step))
@@ -266,7 +268,7 @@ class Watch:
             marks[f"{ALARM}{alarm.name}{LIMIT}"] = alarm.limit
         self._points.append(replace(point, metrics={**point.metrics, **marks}))
         for alarm, begins in raised(self._points[-WINDOW - 1 :]):
-            if begins and alarm in alarms and getattr(self._alarms, alarm.name) == "warn":
+            if begins and alarm in alarms and getattr(self._alarms, alarm.name).action == "warn":
                 logger.warning("%s", alarm)
         return self._points[-1]
 
@@ -274,10 +276,11 @@ class Watch:
     def stop(self) -> AlarmStop | None:
         """Error to raise if the last point breaks a limit whose setting is `stop`; else None."""
         for alarm in tripped(self._alarms, self._points) if self._points else ():
-            if getattr(self._alarms, alarm.name) == "stop":
+            if getattr(self._alarms, alarm.name).action == "stop":
+                action, limit = f"{alarm.name}.action", f"{alarm.name}.{RULES[alarm.name].limit}"
                 return AlarmStop(
-                    f"{alarm}. Nothing committed is lost: with alarms.{alarm.name} warn, or another"
-                    f" alarms.{RULES[alarm.name].limit}, the same command continues from there"
+                    f"{alarm}. Nothing committed is lost: with alarms.{action} warn, or another"
+                    f" alarms.{limit}, the same command continues from there"
                 )
         return None
 
@@ -308,7 +311,7 @@ def _below_best(values: Values) -> float | None:
 
 RULES = {
     "entropy": Rule(
-        "min_entropy",
+        "min",
         True,
         ("rollout/entropy",),
         partial(_mean, count=FEW),
@@ -317,7 +320,7 @@ RULES = {
         " algorithm.entropy_coef, or lower optimizer.lr",
     ),
     "gradient": Rule(
-        "max_gradient_factor",
+        "max_factor",
         False,
         ("actor/grad_norm", "sft/grad_norm", "dpo/grad_norm"),
         _times_usual,
@@ -325,7 +328,7 @@ RULES = {
         "lower optimizer.lr or optimizer.grad_clip, and look at these steps' episodes",
     ),
     "update_kl": Rule(
-        "max_update_kl",
+        "max",
         False,
         ("actor/update_kl", "actor/ratio_kl"),
         partial(_mean, count=FEW),
@@ -334,7 +337,7 @@ RULES = {
         " algorithm.minibatches",
     ),
     "zero_variance": Rule(
-        "max_zero_variance_frac",
+        "max_frac",
         False,
         ("rollout/equal_reward_groups_frac",),
         partial(_mean, count=LONG),
@@ -343,7 +346,7 @@ RULES = {
         " rollout.group_size, or recipe dapo, which replaces such groups",
     ),
     "success": Rule(
-        "max_success_drop",
+        "max_drop",
         False,
         ("rollout/success",),
         _below_best,
@@ -353,7 +356,7 @@ RULES = {
         " weights",
     ),
     "mismatch": Rule(
-        "max_mismatch_kl",
+        "max_kl",
         False,
         ("mismatch/kl",),
         partial(_mean, count=WINDOW),
@@ -362,7 +365,7 @@ RULES = {
         " to what the learner's weights are",
     ),
     "throughput": Rule(
-        "min_throughput_frac",
+        "min_frac",
         True,
         ("perf/generated_tokens_per_s", "perf/trained_tokens_per_s"),
         _share_of_usual,

@@ -118,7 +118,7 @@ def whole_run(once, tiny_params, tiny_endpoint):
 
     def build(folder):
         # every step breaks this limit, so the run has an alarm
-        changes = {"deterministic": True, "alarms": {"min_entropy": 10.0}}
+        changes = {"deterministic": True, "alarms": {"entropy": {"min": 10.0}}}
         cfg = load_config(tiny_params(folder, tiny_endpoint, **changes))
         for name in steps_of(cfg):
             assert str(run_step(name, cfg)) == "ran"

@@ -52,9 +52,9 @@ def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_a
         "optimizer.lr=0.05",
         "optimizer.warmup_steps=20",
         "rollout.token_numbers_frac=1",
-        "alarms.max_zero_variance_frac=0.5",
-        "alarms.max_success_drop=0.05",
-        "alarms.min_entropy=10",  # above any entropy
+        "alarms.zero_variance.max_frac=0.5",
+        "alarms.success.max_drop=0.05",
+        "alarms.entropy.min=10",  # above any entropy
     )
     run_step(STAGE, cfg)
     points = points_of(cfg)
@@ -123,7 +123,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
         "warm_start.steps=41",
         "warm_start.batch_size=2",
         "store.commit_every=1000",
-        "alarms.max_gradient_factor=0.001",  # below any
+        "alarms.gradient.max_factor=0.001",  # below any
     )
     for name in ("prepare", "demonstrate", "initialize", "warm-start"):
         run_step(name, cfg)
@@ -136,7 +136,7 @@ def test_steps_that_get_slower_raise_the_throughput_alarm_and_gradients_above_th
 def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same_bytes(
     begin, capsys, tmp_path
 ):
-    sensitive = ("alarms.update_kl=stop", "alarms.max_update_kl=1e-9")
+    sensitive = ("alarms.update_kl.action=stop", "alarms.update_kl.max=1e-9")
     usual = ("horizon.stage_steps=[5]", "rollout.token_numbers_frac=1", "store.commit_every=1000")
     params, cfg = begin(*usual, *sensitive, folder=tmp_path)
     sets = [
@@ -167,10 +167,10 @@ def test_a_run_that_stopped_itself_goes_on_once_the_limit_is_another_to_the_same
     with pytest.raises(AlarmStop):  # unchanged limits stop it again
         run_step(STAGE, cfg)
     assert points_of(cfg) == marked
-    _, warned = begin(*usual, "alarms.max_update_kl=1e-9", folder=tmp_path)
+    _, warned = begin(*usual, "alarms.update_kl.max=1e-9", folder=tmp_path)
     assert str(run_step(STAGE, warned)) == "resumed at commit 3"
     assert begun(points_of(warned)) == begun(marked)
-    _, never = begin(*usual, "alarms.update_kl=off")
+    _, never = begin(*usual, "alarms.update_kl.action=off")
     run_step(STAGE, never)
     assert begun(points_of(never)) == []
     assert finished(never, open_store(never))[STAGE].digest == (

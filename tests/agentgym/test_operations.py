@@ -174,8 +174,8 @@ def test_the_page_of_training_alarms_is_that_of_the_rules():
     } == {
         f"`alarms.{name}`": [
             f"Limit: {', '.join(f'`{metric}`' for metric in rule.metrics)}: {rule.what},"
-            f" {'below' if rule.at_least else 'above'} `alarms.{rule.limit}`"
-            f" ({getattr(AlarmsConfig(), rule.limit):g}).",
+            f" {'below' if rule.at_least else 'above'} `alarms.{name}.{rule.limit}`"
+            f" ({getattr(getattr(AlarmsConfig(), name), rule.limit):g}).",
             f"Advice: {rule.advice}.",
         ]
         for name, rule in RULES.items()

@@ -27,7 +27,9 @@ CHANGES = {"num_samples": 3, "max_turns": 6, "greedy": False}
 def described(tmp_path_factory, copy_run, tiny_params, tiny_endpoint):
     """A comparison whose only cell is a finished run without its evaluations."""
     folder = copy_run(tmp_path_factory.mktemp("column"))
-    tiny_params(folder, endpoint=tiny_endpoint, deterministic=True, alarms={"min_entropy": 10.0})
+    tiny_params(
+        folder, endpoint=tiny_endpoint, deterministic=True, alarms={"entropy": {"min": 10.0}}
+    )
     tree = {
         "name": "one",
         "seeds": [0],

@@ -93,7 +93,7 @@ def test_a_staged_run_loses_a_cluster_and_its_follower_and_ends_as_if_nothing_ha
     params = tiny_params(
         tmp_path / "run",
         deterministic=True,
-        alarms={"min_entropy": 10.0},
+        alarms={"entropy": {"min": 10.0}},
         compute="kuberay",
         kuberay={"mode": "HTTPMode"},
         kubernetes={"namespace": kube.namespace},

@@ -191,7 +191,7 @@ def test_what_a_run_was_asked_for_is_kept_once_and_is_no_garbage(bare, capsys):
     ("params", "overrides", "options"),
     [
         ("params.yaml", ("optimizer.lr=0.1", "seed=3"), ""),
-        ("params.yaml", ("alarms.entropy=off", "pipeline.parallel=2"), ""),
+        ("params.yaml", ("alarms.entropy.action=off", "pipeline.parallel=2"), ""),
         ("other.yaml", (), " --params other.yaml"),
         ("params.yaml", ("seed=1", "store.path=a b/store"), " --set 'store.path=a b/store'"),
         ("params.yaml", ("env.endpoints=[http://h:1]",), " --set 'env.endpoints=[http://h:1]'"),

@@ -138,7 +138,7 @@ def test_a_state_that_is_not_here_leaves_its_disk_out(tmp_path):
     assert len(found) == 4
 
 
-OFF = AlarmsConfig(**dict.fromkeys(RULES, "off"))
+OFF = AlarmsConfig(**{name: {"action": "off"} for name in RULES})
 CALM = {
     "entropy": [0.3] * 60,
     "gradient": [0.2, 0.4] * 30,
@@ -195,7 +195,7 @@ def test_each_alarm_trips_on_its_trouble_and_on_no_noise(name):
     (alarm,) = tripped(AlarmsConfig(), history(name, values))
     assert (alarm.name, alarm.metric) == (name, RULES[name].metrics[0])
     assert alarm.value == pytest.approx(measure)
-    assert alarm.limit == getattr(AlarmsConfig(), RULES[name].limit)
+    assert alarm.limit == getattr(getattr(AlarmsConfig(), name), RULES[name].limit)
     assert alarm.step == len(values)
     for quiet in (CALM[name], NOISE[name], TOO_FEW[name]):
         assert names_of(name, quiet) == []
@@ -207,15 +207,15 @@ def test_a_limit_is_a_setting(name):
     values, measure = TROUBLE[name]
     rule = RULES[name]
     inside, outside = (measure * 0.9, measure * 1.1) if rule.at_least else (measure, measure * 0.9)
-    assert names_of(name, values, AlarmsConfig(**{rule.limit: inside})) == []
-    assert names_of(name, values, AlarmsConfig(**{rule.limit: outside})) == [name]
+    assert names_of(name, values, AlarmsConfig(**{name: {rule.limit: inside}})) == []
+    assert names_of(name, values, AlarmsConfig(**{name: {rule.limit: outside}})) == [name]
 
 
 def test_a_text_names_metric_measure_limit_and_what_to_try():
     (alarm,) = tripped(AlarmsConfig(), history("gradient", TROUBLE["gradient"][0]))
     assert str(alarm) == (
         "alarm gradient at optimizer step 11: actor/grad_norm, mean of 3 steps over the median of"
-        " the 20 before, is 28, above alarms.max_gradient_factor 20; lower optimizer.lr or"
+        " the 20 before, is 28, above alarms.gradient.max_factor 20; lower optimizer.lr or"
         " optimizer.grad_clip, and look at these steps' episodes"
     )
 
@@ -261,7 +261,7 @@ def test_a_trouble_is_told_once_and_again_after_a_while(caplog):
 
 @pytest.mark.parametrize("action", ["stop", "off"])
 def test_what_is_to_stop_is_said_by_the_error_alone(action, caplog):
-    watch = Watch(AlarmsConfig(entropy=action), history("entropy", [0.0, 0.0]))
+    watch = Watch(AlarmsConfig(entropy={"action": action}), history("entropy", [0.0, 0.0]))
     assert watch.stop is None
     point = watch.take(Point(3, 7, {"rollout/entropy": 0.0}))
     assert caplog.records == []
@@ -269,9 +269,11 @@ def test_what_is_to_stop_is_said_by_the_error_alone(action, caplog):
     if action == "off":
         assert watch.stop is None
         return
-    with pytest.raises(AlarmStop, match=r"^alarm entropy at .* with alarms\.entropy warn, or"):
+    with pytest.raises(
+        AlarmStop, match=r"^alarm entropy at .* with alarms\.entropy\.action warn, or"
+    ):
         raise watch.stop
-    again = Watch(AlarmsConfig(entropy="stop", min_entropy=0.0), [point])
+    again = Watch(AlarmsConfig(entropy={"action": "stop", "min": 0.0}), [point])
     assert again.stop is None  # with another limit it continues
 
 
