@@ -27,7 +27,7 @@ from agentgym.tracking.mlflow import (
     pipeline_name,
     profile_of,
 )
-from agentgym.tracking.points import raised
+from agentgym.tracking.points import raised, with_flat_limits
 from agentgym.tracking.saved_view import tags_of_experiment
 from agentgym.tracking.step_data import (
     OF_MACHINE,
@@ -167,7 +167,8 @@ def _delivered(record: StepRecord, run: Any) -> dict[str, str]:
     """Return the tags that an MLflow run must have from the delivery of a step.
 
     If several values are right, the run's own is returned: the tag of an alarm may show any of the
-    times it was raised, and an unfinished step may have delivered any of its commits.
+    times it was raised, in the words of an earlier version, too, and an unfinished step may have
+    delivered any of its commits.
     """
     there = run.data.tags
     points = [point for of_commit in record.points.values() for point in of_commit]
@@ -176,7 +177,8 @@ def _delivered(record: StepRecord, run: Any) -> dict[str, str]:
         tags = {name: there[name] for name in tags if name in there}
     for alarm, _ in raised(points):
         name, text = f"alarm.{alarm.name}", plain(str(alarm))
-        tags |= {name: text} if there.get(name) == text else {}
+        shown = there.get(name, "")
+        tags |= {name: shown} if with_flat_limits(shown) == with_flat_limits(text) else {}
     return tags
 
 

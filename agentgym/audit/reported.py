@@ -37,7 +37,16 @@ from agentgym.steps.context import METRICS
 from agentgym.steps.step import Kind
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.points import ALARM, LIMIT, PROGRESS, RULES, Point, measured, progressed
+from agentgym.tracking.points import (
+    ALARM,
+    LIMIT,
+    PROGRESS,
+    RULES,
+    Point,
+    measured,
+    progressed,
+    with_flat_limits,
+)
 from agentgym.training.demonstrations import (
     expert_items,
     recorded_for,
@@ -187,6 +196,9 @@ def _check_report(
             checks.skip(f"{name} of the report", f"{there[:60]!r} drew it and {here!r} is here")
         else:
             checks.expect(where, f"{name}, made again", True, ours == theirs)
+    page, shown = (  # an earlier version may have written it; latin-1 takes any bytes
+        with_flat_limits(text.decode("latin-1")).encode("latin-1") for text in (page, shown)
+    )
     # steps whose last commit is later than the report about them
     parents = record.parents.items()
     ran_again = [name for name, parent in parents if parent.created_at > final.created_at]

@@ -243,6 +243,11 @@ def raised(points: Iterable[Point]) -> Iterator[tuple[Alarm, bool]]:
                 last[name] = index
 
 
+def with_flat_limits(text: str) -> str:
+    """Return the text of an alarm with its limit's name in earlier versions: alarms.min_entropy."""
+    return re.sub(r"alarms\.(\w+)\.(min|max)", r"alarms.\2_\1", text)
+
+
 def begun(points: Iterable[Point]) -> list[Alarm]:
     """Return the alarms at which a trouble begins; see `raised`."""
     return [alarm for alarm, begins in raised(points) if begins]

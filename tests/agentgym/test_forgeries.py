@@ -237,6 +237,17 @@ def test_a_picture_by_another_matplotlib_is_not_checked_and_the_page_around_it_i
     assert f"{PAGE}, made again" in checks.failures[0]
 
 
+def test_a_page_that_an_earlier_version_wrote_with_flat_names_of_limits_is_honest(forger):
+    page = forger.blob("report", 0, PAGE).read_bytes()
+    flat = page.replace(b"below alarms.entropy.min 10", b"below alarms.min_entropy 10")
+    assert flat != page
+    on_page(forger, lambda _: flat)
+    store, checks = open_store(forger.cfg), Checks("numbers")
+    steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
+    _check_report(forger.cfg, store, steps[-1], forger.commits("report")[-1], checks)
+    assert checks.failures == []
+
+
 def test_equal_texts_alone_are_honest(forger):
     """Accept repeated texts of a nearly deterministic policy.
     The random numbers distinguish them from copies.

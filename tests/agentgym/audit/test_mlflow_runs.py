@@ -191,6 +191,14 @@ def test_an_honest_run_fails_nothing_and_names_what_no_store_has(honest):
     }
 
 
+def test_an_alarm_that_an_earlier_version_told_with_a_flat_name_of_its_limit_is_honest(honest):
+    told = "select value from tags where key = 'alarm.entropy'"
+    assert "below alarms.entropy.min 10;" in honest.sql(told)[0][0]
+    honest.sql("update tags set value = replace(value, 'alarms.entropy.min', 'alarms.min_entropy')")
+    assert "below alarms.min_entropy 10;" in honest.sql(told)[0][0]
+    assert checked(honest)[0] == []
+
+
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_in_mlflow_is_found_and_named(edited, edit):
     assert [each for each in edited[0] if EDITS[edit][1] in each], edited[0]

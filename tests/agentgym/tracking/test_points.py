@@ -24,6 +24,7 @@ from agentgym.tracking.points import (
     encode_points,
     progressed,
     tripped,
+    with_flat_limits,
 )
 
 
@@ -217,6 +218,15 @@ def test_a_text_names_metric_measure_limit_and_what_to_try():
         "alarm gradient at optimizer step 11: actor/grad_norm, mean of 3 steps over the median of"
         " the 20 before, is 28, above alarms.gradient.max_factor 20; lower optimizer.lr or"
         " optimizer.grad_clip, and look at these steps' episodes"
+    )
+
+
+def test_limits_have_the_names_that_earlier_versions_gave_them():
+    names = [f"alarms.{name}.{rule.limit}" for name, rule in RULES.items()]
+    assert with_flat_limits(" ".join(names)) == (
+        "alarms.min_entropy alarms.max_gradient_factor alarms.max_update_kl"
+        " alarms.max_zero_variance_frac alarms.max_success_drop alarms.max_mismatch_kl"
+        " alarms.min_throughput_frac"
     )
 
 
