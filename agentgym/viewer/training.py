@@ -112,15 +112,18 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     ]
 
 
-MOST_ITEMS = 80  # rows of the map of items, for the items played most often
+MOST_ITEMS = 80  # rows of the map of items, for those played at the most steps, at least two
 MOST_FAMILIES = 60
+SOLVED_BY = "solved by "
 KINDS = {
     "learned": "failed when first played, solved when last",
     "forgotten": "solved before, not when last played",
     "never solved": "played twice or more, never solved",
     "always solved": "solved every time",
     "changing": "sometimes solved, and as at first when last",
-    "played once": "so far",
+    f"{SOLVED_BY}every sample": "played at one step so far",
+    f"{SOLVED_BY}some samples": "played at one step so far",
+    f"{SOLVED_BY}no sample": "played at one step so far",
 }
 
 
@@ -147,7 +150,8 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
         list(step_ids),
     ).fetchall()
     by_item, by_family = _by("item", shares), _by("family", shares)
-    often = sorted(by_item, key=lambda item: (-len(by_item[item]), item))[:MOST_ITEMS]
+    often = [item for item, visits in by_item.items() if len(visits) > 1]
+    often = sorted(often, key=lambda item: (-len(by_item[item]), item))[:MOST_ITEMS]
     kinds: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for item, visits in by_item.items():
         kinds[kind_of(visits)].append(item)
@@ -158,7 +162,7 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
         heat_map("success by family", families) if set(by_family) - {""} else None,
         heat_map("success by item", rows),
     ]
-    charts = _charts(reader, train, where, list(step_ids))
+    charts = _charts(reader, train, where, list(step_ids), _agreement(shares))
     shown = [heat for heat in maps if heat is not None]
     return Training(kinds, shown, charts, sum(row["n"] for row in shares))
 
@@ -167,7 +171,7 @@ def kind_of(visits: Sequence[Share]) -> str:
     """Return the kind (see KINDS) of an item. visits: one or more, in order of training."""
     solved = [won > 0 for _, won, _ in visits]
     if len(solved) == 1:
-        return "played once"
+        return sample_kind(*visits[0][1:])
     if not any(solved):
         return "never solved"
     if all(solved):
@@ -175,6 +179,25 @@ def kind_of(visits: Sequence[Share]) -> str:
     if not solved[-1]:
         return "forgotten"
     return "learned" if not solved[0] else "changing"
+
+
+def sample_kind(won: int, num: int) -> str:
+    """Return the kind (see KINDS) of an item by its samples of one step: `won` of `num` succeed."""
+    share = "every sample" if won == num else "some samples" if won else "no sample"
+    return f"{SOLVED_BY}{share}"
+
+
+def _agreement(shares: Sequence[sqlite3.Row]) -> dict[str, list[tuple[float, float]]]:
+    """Return kind by samples -> (step, share of the items), of items with two samples or more."""
+    counts: dict[int, Counter[str]] = {}
+    for row in shares:
+        if row["n"] > 1:
+            counts.setdefault(row["at"], Counter())[sample_kind(row["won"], row["n"])] += 1
+    kinds = [sample_kind(won, 2) for won in (2, 1, 0)]
+    return {
+        kind.removeprefix(SOLVED_BY): [(at, n[kind] / n.total()) for at, n in counts.items()]
+        for kind in kinds
+    }
 
 
 def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
@@ -187,7 +210,13 @@ def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
     }
 
 
-def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
+def _charts(
+    reader: sqlite3.Connection,
+    train: str,
+    where: str,
+    values: list[int],
+    agreement: Mapping[str, Sequence[tuple[float, float]]],
+) -> list[Chart]:
     steps = reader.execute(
         "SELECT at, avg(CASE WHEN reward IS NOT NULL THEN success END) AS success,"
         " avg(turns) AS turns, avg(said) AS sampled, max(max_turns) AS horizon,"
@@ -221,6 +250,7 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
     }
     charts = [
         line_chart("success", {n: points for n, points in success.items() if points}, share=True),
+        line_chart("items solved by ...", agreement, share=True),
         line_chart(
             "how episodes end",
             {

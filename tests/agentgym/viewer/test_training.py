@@ -16,7 +16,9 @@ from tests.agentgym.viewer.conftest import episode, failed
         ((0, 0), "never solved"),
         ((1, 2), "always solved"),
         ((1, 0, 1), "changing"),
-        ((1,), "played once"),
+        ((2,), "solved by every sample"),
+        ((1,), "solved by some samples"),
+        ((0,), "solved by no sample"),
     ],
 )
 def test_an_item_has_a_kind_by_its_visits(won, kind):
@@ -32,11 +34,11 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     told = training_of(viewer.index.reader, steps)
     assert told.items["learned"] == ["babyai_0"]
     assert told.items["never solved"] == ["babyai_1"]
-    assert told.items["played once"] == ["babyai_2"]  # failed episodes do not count
+    assert told.items["solved by no sample"] == ["babyai_2"]  # failed episodes do not count
     assert told.episodes == 5
     families, items = told.maps
     assert list(families.rows) == ["go"]
-    assert list(items.rows) == ["babyai_0", "babyai_1", "babyai_2"]
+    assert list(items.rows) == ["babyai_0", "babyai_1"]  # a map needs two visits
     assert items.rows["babyai_0"] == [(0, 0, 1), (1, 1, 1)]
     tables = {
         chart.title: {name: [dot[2:] for dot in dots] for name, dots in chart.lines.items()}
@@ -48,6 +50,25 @@ def test_items_families_and_lengths_are_told_over_steps(made, view):
     assert tables["turns, and the horizon"]["turns"] == [("1", "2"), ("2", "1.667")]
     # in these records weights 4 played step 2: 2 - 1 - 4 updates behind
     assert tables["staleness: updates behind"]["oldest weights"] == [("1", "-4"), ("2", "-3")]
+
+
+def test_a_run_that_plays_each_item_once_shows_whether_its_samples_agree(made, view):
+    made.add([play(n, s, step=1) for n, play in ((0, failed), (1, episode)) for s in (0, 1)])
+    made.add([episode(2, 0, step=2), failed(2, 1, step=2), episode(3, step=2)])
+    viewer = view()
+    told = training_of(viewer.index.reader, list(viewer.bodies.steps()))
+    assert {kind: items for kind, items in told.items.items() if items} == {
+        "solved by every sample": ["babyai_1", "babyai_3"],
+        "solved by some samples": ["babyai_2"],
+        "solved by no sample": ["babyai_0"],
+    }
+    (chart,) = [chart for chart in told.charts if chart.title == "items solved by ..."]
+    assert {name: [dot[2:] for dot in dots] for name, dots in chart.lines.items()} == {
+        "every sample": [("1", "50 %"), ("2", "0 %")],  # an item of one sample is left out
+        "some samples": [("1", "0 %"), ("2", "100 %")],
+        "no sample": [("1", "50 %"), ("2", "0 %")],
+    }
+    assert [heat.title for heat in told.maps] == ["success by family"]
 
 
 def test_a_chart_places_its_points_within_its_frame():
