@@ -6,16 +6,14 @@ import gzip
 import io
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 from tokenizers import Tokenizer
 
-from agentgym.evaluation.record import PLAN, STEP
 from agentgym.records import DAMAGE, RecordError, from_json
 from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import FOLDER, RunStore
@@ -139,19 +137,6 @@ class Bodies:
                 self._tokenizers.pop(next(iter(self._tokenizers)))
             self._tokenizers[digest] = tokenizer
         return self._tokenizers[digest]
-
-    def identity(self, step: sqlite3.Row) -> Mapping[str, Any]:
-        """Return the settings that identify an evaluation: its step's settings.
-        An evaluation within a run is identified by its plan, if the index lists one.
-        Errors: DigestMismatch, BlobMissing.
-        """
-        try:
-            plan = json.loads(self.file(step, 0, PLAN))
-        except KeyError:  # an earlier version wrote no plan: use the step's settings
-            plan = {}
-        config = json.loads(step["config"] or "{}")
-        identity: Mapping[str, Any] = plan.get("identity", config)
-        return config if step["name"] == STEP else identity
 
     def file(self, step: sqlite3.Row, seq: int, name: str) -> bytes:
         """Return the content of a commit's file, checked against its digest.

@@ -18,6 +18,7 @@ from agentgym.types import Turn
 from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.drawing import accessibility, drawing_of
 from agentgym.viewer.index import Address, config_of
+from agentgym.viewer.names import Names
 from agentgym.viewer.query import BadQuery, Query, asked
 from agentgym.viewer.replay import Missing, environment_of, picture_of
 from agentgym.viewer.tokens import OVERLAYS, Token, TokenView, available, spans, why_not_kept
@@ -137,7 +138,7 @@ def episode_page(
         "refused": refused,
         "found": entry,
         "address": entry.address,
-        "facts": facts_of(entry),
+        "facts": facts_of(entry, viewer.names),
         "turns": turns,
         "drawings": [
             drawing_of(replay.shot(turn) if replay else None)
@@ -208,12 +209,12 @@ def turn_views(
     return views
 
 
-def facts_of(entry: IndexedEpisode) -> list[tuple[str, str]]:
+def facts_of(entry: IndexedEpisode, names: Names) -> list[tuple[str, str]]:
     """Return an episode's known facts, for example its step and its reward, as (name, text)."""
     row, episode, step = entry.row, entry.episode, entry.step
     usage, timing = episode.usage, episode.timing
     facts = {
-        "stage": f"{step['name']} ({step['key'][:12]}), commit {row['seq']}",
+        "stage": f"{names.step(step)}, commit {row['seq']}",
         "optimizer step": "" if row["at"] < 0 else str(row["at"]),
         "split": row["split"],
         "family": row["family"],

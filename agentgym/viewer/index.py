@@ -156,6 +156,18 @@ def config_of(text: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def decision_text(data: bytes) -> str:
+    """Return a decision's record as JSON with its evidence reduced to the environments (`envs`) and
+    the digests of the candidate's and the champion's evaluation (`questions`).
+    Errors: ValueError, TypeError or AttributeError if it is no decision.
+    """
+    record = json.loads(data)
+    decision = record.get("decision") or {}
+    evidence = decision.pop("evidence", {})
+    decision |= {"envs": sorted(evidence.get("pairs", ())), "questions": evidence.get("questions")}
+    return json.dumps({**record, "decision": decision})
+
+
 def words_of(record: Mapping[str, Any]) -> str:
     """Return an episode's text for the search; each piece is cut at MAX_TEXT, all at MAX_TEXTS."""
     pieces, room = [], MAX_TEXTS
@@ -178,7 +190,7 @@ def _texts(record: Mapping[str, Any]) -> Iterator[str]:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 4  # increment when the tables change: an older file is rebuilt
+SCHEMA = 5  # increment when the tables change: an older file is rebuilt
 CACHE_KIB = 4_096  # per connection
 _TYPES = {
     **dict.fromkeys(("reward", "advantage", "temperature", "began", "wall"), "REAL"),
@@ -204,13 +216,14 @@ CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE steps(
     id INTEGER PRIMARY KEY, folder TEXT UNIQUE, name TEXT, key TEXT, mark TEXT,
     head INTEGER, head_digest TEXT, digest TEXT, done INTEGER, parents TEXT, config TEXT,
-    results TEXT, created REAL, gone TEXT NOT NULL DEFAULT ''
+    results TEXT, plan TEXT, created REAL, gone TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE commits(
-    step_id INTEGER, seq INTEGER, created REAL, files TEXT, PRIMARY KEY (step_id, seq)
+    step_id INTEGER, seq INTEGER, created REAL, files TEXT, decision TEXT,
+    PRIMARY KEY (step_id, seq)
 ) WITHOUT ROWID;
 CREATE TABLE problems(step_id INTEGER, seq INTEGER, said TEXT);
-CREATE TABLE runs(name TEXT PRIMARY KEY, title TEXT, created REAL, done INTEGER);
+CREATE TABLE runs(name TEXT PRIMARY KEY, created REAL, done INTEGER);
 CREATE TABLE run_steps(run TEXT, step_id INTEGER, PRIMARY KEY (run, step_id)) WITHOUT ROWID;
 CREATE TABLE episodes(
     id INTEGER PRIMARY KEY AUTOINCREMENT,

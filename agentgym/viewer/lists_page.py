@@ -9,21 +9,23 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 
+from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.pages import Pages
 from agentgym.viewer.bodies import address_of
+from agentgym.viewer.decisions import judged
 from agentgym.viewer.index import RANGE_COLUMNS, config_of
 from agentgym.viewer.query import Query
 from agentgym.viewer.viewer import Viewer
 
 COLUMNS = (  # sort key, title, CSS class
     ("item", "item", ""),
-    ("", "stage", ""),
-    ("at", "step", "n"),
     ("", "outcome", ""),
     ("reward", "reward", "n"),
     ("advantage", "advantage", "n"),
     ("turns", "turns", "n"),
     ("tokens", "tokens", "n"),
+    ("", "stage", ""),
+    ("at", "step", "n"),
     ("version", "weights", "n"),
     ("", "family", ""),
     ("began", "began", ""),
@@ -43,7 +45,9 @@ class StepRow:
 class RunRow:
     """A run, as the list of runs shows it."""
 
-    name: str
+    key: str  # its name in the index
+    group: str  # of GROUPS
+    name: str  # of the run, or of the policy that an evaluation plays
     about: str
     created: float
     done: bool
@@ -60,6 +64,11 @@ class RunRow:
 
 
 LEFT_OUT = ("env_error", "grader_error", "timeout", "interrupted")
+GROUPS = {
+    "runs": "Runs",
+    "evaluations": "Evaluations",
+    "gate": "Evaluations that the gate played to judge a version",
+}
 
 
 def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
@@ -69,22 +78,23 @@ def add_lists(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     def home() -> str:
         steps = viewer.bodies.steps()
         problems = [
-            {"where": f"{steps[row['step_id']]['folder']} commit {row['seq']}", "said": row["said"]}
+            (f"{viewer.names.step(steps[row['step_id']])}, commit {row['seq']}", row["said"])
             for row in viewer.index.reader.execute("SELECT * FROM problems LIMIT 20")
             if row["step_id"] in steps
         ]
         if viewer.failure:
-            problems.insert(0, {"where": "the store", "said": viewer.failure})
+            problems.insert(0, ("the store", viewer.failure))
         return pages.render(
             "home.html",
             runs=run_rows(viewer, steps),
+            groups=GROUPS,
             problems=problems,
             gone=[row for row in steps.values() if row["gone"]],
             total=f"{sum(row[-1] for row in viewer.lists.counts()):,}",
             indexing=viewer.indexing is not None,
             root=viewer.store.root,
             stamp=viewer.index.stamp,
-            section="home",
+            section="",
         )
 
     @app.get("/episodes")
@@ -105,6 +115,7 @@ def list_page(viewer: Viewer, query: Query) -> dict[str, Any]:
         "ranges": list(RANGE_COLUMNS),
         "kept": [pair for pair in query.pairs() if pair[0] not in form_fields],
         "steps": viewer.bodies.steps(),
+        "names": viewer.names,
         "address_of": address_of,
         "following": replace(query, after=page.following, before=""),
         "preceding": replace(query, after="", before=page.preceding),
@@ -127,24 +138,27 @@ def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
     members: dict[str, list[int]] = {}
     for row in reader.execute("SELECT run, step_id FROM run_steps"):
         members.setdefault(row["run"], []).append(row["step_id"])
-    runs = []
+    runs, names, played_by_gate = [], viewer.names, judged(reader)
     for row in reader.execute("SELECT * FROM runs ORDER BY created DESC"):
-        if viewer.runs and not row["name"].startswith(viewer.runs):
+        run, group = row["name"], "runs"
+        if viewer.runs and not run.startswith(viewer.runs):
             continue
-        run_steps = sorted(
-            (steps[step_id] for step_id in members[row["name"]]), key=lambda s: s["created"]
-        )
+        run_steps = sorted((steps[step] for step in members[run]), key=lambda s: s["created"])
         run_counts = [count for step in run_steps for count in counts.get(step["id"], ())]
         if not run_counts:  # the run has no episodes
             continue
+        if (last := run_steps[-1])["name"] == EVALUATION:
+            group = "gate" if last["key"] in played_by_gate else "evaluations"
         success, coverage = _final_evaluation(run_steps)
         runs.append(
             RunRow(
-                row["name"],
-                _about(run_steps),
+                run,
+                group,
+                run if group == "runs" else names.result(last),
+                names.about.get(run, ""),
                 row["created"],
                 bool(row["done"]),
-                None if row["done"] else viewer.why_stopped(row["name"]),
+                None if row["done"] else viewer.why_stopped(run),
                 sorted({count[0] for count in run_counts}),
                 sum(count[1] for count in run_counts),
                 success,
@@ -154,14 +168,14 @@ def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
                     StepRow(
                         step["name"],
                         bool(step["done"]),
-                        Query({"run": (row["name"],), "stage": (step["name"],)}),
+                        Query({"run": (run,), "stage": (step["name"],)}),
                     )
                     for step in run_steps
                     if step["id"] in counts
                 ],
                 any("algorithm" in config_of(step["config"]) for step in run_steps),
-                Query({"run": (row["name"],)}),
-                Query({"run": (row["name"],), "status": LEFT_OUT}),
+                Query({"run": (run,)}),
+                Query({"run": (run,), "status": LEFT_OUT}),
             )
         )
     return runs
@@ -190,18 +204,3 @@ def _mean(summary: Mapping[str, Any]) -> float | None:
     sampled = next((name for name in summary if name.startswith("avg_at_")), "greedy")
     interval = summary.get(sampled) or summary.get("greedy")
     return float(interval["mean"]) if interval else None
-
-
-def _about(steps: list[sqlite3.Row]) -> str:
-    """Return a line on the newest training (recipe, horizon, seed) or evaluated policy; else ""."""
-    for step in reversed(steps):
-        config = config_of(step["config"])
-        if "algorithm" in config:
-            turns = " > ".join(map(str, config.get("horizon", {}).get("max_turns", ())))
-            recipe, seed = config["algorithm"].get("recipe", ""), config.get("seed")
-            return f"{recipe}, max_turns {turns}, seed {seed}"
-        if isinstance(config.get("policy"), dict):
-            policy = config["policy"]
-            name = policy.get("model") or policy.get("kind", "a policy")
-            return f"{name} under protocol {config.get('protocol', {}).get('name', '')}".strip()
-    return ""

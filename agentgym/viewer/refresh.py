@@ -10,17 +10,29 @@ import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 
-from agentgym.evaluation.record import PLAN
+from agentgym.evaluation.record import PLAN, read_plan
 from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, RunStore
-from agentgym.viewer.index import COLUMNS, DECISION, FILES, TOKENIZER, Index, Row, row_of, words_of
+from agentgym.viewer.index import (
+    COLUMNS,
+    DECISION,
+    FILES,
+    TOKENIZER,
+    Index,
+    Row,
+    decision_text,
+    row_of,
+    words_of,
+)
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
 
 INSERT = f"INSERT INTO episodes({', '.join(COLUMNS)}) VALUES ({', '.join('?' * len(COLUMNS))})"
+# errors of a missing, changed or malformed file; an OSError of the store is none
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 BATCH = 2_000  # minimum number of episodes in one transaction
 DeliveredSteps = Callable[[], Mapping[str, set[tuple[str, str]]]]
 
@@ -130,7 +142,7 @@ class Refresher:
         blobs = {**commit.blobs, **commit.records}
         files = {
             name: [blobs[name].digest, blobs[name].size]
-            for name in (*FILES, TOKENIZER, DECISION, PLAN)
+            for name in (*FILES, TOKENIZER)
             if name in blobs
         }
         count = 0
@@ -145,10 +157,32 @@ class Refresher:
                 except (DigestMismatch, RecordError) as error:
                     _problem(connection, step_id, commit, error)
         connection.execute(
-            "INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?)",
-            (step_id, commit.seq, commit.created_at, json.dumps(files)),
+            "INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?)",
+            (step_id, commit.seq, commit.created_at, json.dumps(files), self._decision(commit)),
         )
+        if PLAN in commit.records:
+            try:
+                plan = read_plan(self._store, commit)
+                text = json.dumps({"policy": plan.about.get("policy"), "identity": plan.identity})
+                connection.execute("UPDATE steps SET plan = ? WHERE id = ?", (text, step_id))
+            except _UNREADABLE as error:
+                _problem(connection, step_id, commit, error)
         return count
+
+    def _decision(self, commit: Manifest) -> str | None:
+        """Return the text that the index keeps of a commit's decision; None if it has none.
+        For a decision that cannot be read, the text has the error.
+        """
+        if DECISION not in commit.records:
+            return None
+        try:
+            return decision_text(self._store.read(commit, DECISION))
+        except _UNREADABLE as error:
+            verdict = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
+            why = f"{commit.step} commit {commit.seq}: {error}"
+            return json.dumps(
+                {"decision": {"verdict": verdict}, "at": commit.created_at, "why": why}
+            )
 
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
@@ -229,7 +263,8 @@ def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
     for table in ("commits", "problems"):
         connection.execute(f"DELETE FROM {table} WHERE step_id = ?", (step_id,))
     connection.execute(
-        "UPDATE steps SET head = NULL, head_digest = NULL, mark = '', gone = ? WHERE id = ?",
+        "UPDATE steps SET head = NULL, head_digest = NULL, plan = NULL, mark = '', gone = ?"
+        " WHERE id = ?",
         (gone, step_id),
     )
     return dropped
@@ -269,11 +304,9 @@ def _name_runs(
     connection.execute("DELETE FROM runs")
     connection.execute("DELETE FROM run_steps")
     for name, members in runs.items():
-        newest = max(members.values(), key=lambda row: row["created"])
+        newest = max(row["created"] for row in members.values())
         done = int(all(row["done"] for row in members.values()))
-        connection.execute(
-            "INSERT INTO runs VALUES (?, ?, ?, ?)", (name, newest["name"], newest["created"], done)
-        )
+        connection.execute("INSERT INTO runs VALUES (?, ?, ?)", (name, newest, done))
         connection.executemany(
             "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in members]
         )

@@ -13,10 +13,11 @@ from fastapi import FastAPI, Request
 from agentgym.evaluation.paired import Decision, align, compare
 from agentgym.evaluation.result import Outcome, Result, Slot, differences
 from agentgym.pages import Pages
-from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.viewer.bodies import Gone, IndexedEpisode, address_of
+from agentgym.viewer.decisions import decided
 from agentgym.viewer.episode_page import address_in
-from agentgym.viewer.index import DECISION, Address, config_of
+from agentgym.viewer.index import Address, config_of
+from agentgym.viewer.names import plan_of
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.training import KINDS, training_of
 from agentgym.viewer.viewer import Viewer
@@ -250,11 +251,16 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         entry = viewer.bodies.find(address_in(address))
         rows = group_of(viewer.index.reader, entry.row)
         shown = list(viewer.bodies.read(rows[:MOST]))
-        title = f"{entry.row['item']}: the {len(rows)} samples of {entry.step['name']}"
+        title = f"{entry.row['item']}: the {len(rows)} samples of {viewer.names.step(entry.step)}"
         title += f", step {entry.row['at']}" if entry.row["at"] >= 0 else ""
         rest = len(rows) - len(shown)
         return pages.render(
-            "beside.html", title=title, told=beside(shown), rest=rest, is_group=True
+            "beside.html",
+            title=title,
+            told=beside(shown),
+            rest=rest,
+            is_group=True,
+            names=viewer.names,
         )
 
     @app.get("/beside")
@@ -266,7 +272,12 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         items = sorted({entry.row["item"] for entry in entries})
         title = f"{', '.join(items)}: {len(entries)} attempts"
         return pages.render(
-            "beside.html", title=title, told=beside(entries), rest=0, is_group=False
+            "beside.html",
+            title=title,
+            told=beside(entries),
+            rest=0,
+            is_group=False,
+            names=viewer.names,
         )
 
     @app.get("/item/{item}")
@@ -282,6 +293,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
             total=total,
             cut=total >= MOST_ATTEMPTS,
             most=MOST,
+            names=viewer.names,
             stamp=viewer.index.stamp,
         )
 
@@ -291,8 +303,8 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/decisions")
     def decisions() -> str:
-        context = {"decisions": decided(viewer), "stamp": viewer.index.stamp}
-        return pages.render("decisions.html", **context, section="decisions")
+        rows, stamp = decided(viewer.index.reader, viewer.names), viewer.index.stamp
+        return pages.render("decisions.html", decisions=rows, stamp=stamp, section="decisions")
 
     @app.get("/training")
     def training(run: str = "") -> str:
@@ -300,8 +312,9 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
 
 def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
-    """Return the template context of `/compare`; without `a` or `b`, only the results to choose.
-    a, b: folders of evaluation steps. Errors: BadQuery for an unknown folder.
+    """Return the template context of `/compare`; without two comparable results, the choice alone.
+    a, b: folders of evaluation steps; for an empty one see `_pair`.
+    Errors: BadQuery for an unknown folder.
     """
     steps = viewer.bodies.steps()
     known = results(steps)
@@ -311,15 +324,20 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
         raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
     comparison: Versus | None = None
     questions: list[str] = []
+    by_question = comparable(known)
+    if not (a and b):
+        a, b = _pair(by_question, a, b)
     if a and b:
         before, after = by_folder[a], by_folder[b]
-        identities = (viewer.bodies.identity(before), viewer.bodies.identity(after))
+        identities = (identity_of(before), identity_of(after))
         comparison = versus(viewer.index.reader, before, after, identities)
         questions = differences(*identities)[:12]
     return {
         "versus": comparison,
         "questions": questions,
-        "results": [(step["folder"], result_name(step)) for step in known],
+        "results": known,
+        "groups": [(question_name(asked), steps) for asked, steps in by_question.items()],
+        "names": viewer.names,
         "a": a,
         "b": b,
         "most": MOST_FLIPS,
@@ -328,70 +346,50 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     }
 
 
-def result_name(step: sqlite3.Row) -> str:
-    """Return a result's label: step, policy and the beginning of its key."""
-    config = config_of(step["config"])
-    policy = config.get("policy")
-    policy_name = str(policy.get("model") or policy.get("kind")) if isinstance(policy, dict) else ""
-    return " ".join(filter(None, (step["name"], policy_name, step["key"][:12])))
+def identity_of(step: sqlite3.Row) -> Mapping[str, Any]:
+    """Return the settings that identify an evaluation: of its plan or, if an earlier version made
+    it, of its step. step: its row in the index.
+    """
+    identity: Mapping[str, Any] = plan_of(step).get("identity") or config_of(step["config"])
+    return identity
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionRow:
-    """A decision on a model's alias, from the store."""
-
-    number: int
-    at: float
-    verdict: str
-    why: str
-    who: str
-    candidate: str  # folder of its evaluation; empty: unknown
-    before: str
-    rulings: list[tuple[str, str, str]]  # rule, verdict, why
+def comparable(known: Sequence[sqlite3.Row]) -> dict[str, list[sqlite3.Row]]:
+    """Return results by their question, as JSON: what identifies them, but for the policy."""
+    by_question: dict[str, list[sqlite3.Row]] = {}
+    for step in known:
+        question = json.dumps({**identity_of(step), "policy": None}, sort_keys=True)
+        by_question.setdefault(question, []).append(step)
+    return by_question
 
 
-def decided(viewer: Viewer) -> list[DecisionRow]:
-    """Return up to 200 decisions, newest first. An unreadable one is a row with the error."""
-    rows = viewer.index.reader.execute(
-        "SELECT steps.*, commits.seq AS seq FROM commits JOIN steps ON steps.id = step_id"
-        " WHERE instr(files, ?) ORDER BY commits.created DESC LIMIT 200",
-        (f'"{DECISION}"',),
-    ).fetchall()
-    newest_first = []
-    for row in rows:
-        try:
-            tree = json.loads(viewer.bodies.file(row, row["seq"], DECISION))
-            newest_first.append(_decision(tree))
-        except (ValueError, TypeError, KeyError, AttributeError, BlobMissing) as error:
-            what = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
-            why = f"{row['folder']} commit {row['seq']}: {error}"
-            newest_first.append(DecisionRow(0, row["created"], what, why, "", "", "", []))
-    return newest_first
+def _pair(by_question: Mapping[str, Sequence[sqlite3.Row]], a: str, b: str) -> tuple[str, str]:
+    """Return (before, after), folders of finished results of one question: the chosen one, `a` or
+    `b`, or else the newest, and the newest other one. Result: (a, b) if there are no such two.
+    by_question: from `comparable`, newest first.
+    """
+    for steps in by_question.values():
+        folders = [step["folder"] for step in steps if step["done"]]
+        chosen = a or b or next(iter(folders), "")
+        other = next((folder for folder in folders if folder != chosen), "")
+        if chosen in folders and other:
+            return (a, other) if a else (other, chosen)
+    return a, b
 
 
-def _decision(tree: dict[str, Any]) -> DecisionRow:
-    decision = tree.get("decision") or {}
-    rulings = [
-        (str(rule.get("rule", "")), str(rule.get("verdict", "")), str(rule.get("why", "")))
-        for rule in decision.get("rules", ())
-        if isinstance(rule, dict)
-    ]
-    return DecisionRow(
-        int(tree.get("number", 0)),
-        float(tree.get("at", 0.0)),
-        str(decision.get("verdict") or tree.get("kind", "")),
-        str(tree.get("why", "")),
-        str(tree.get("who", "")),
-        _evaluation(tree.get("candidate")),
-        _evaluation(tree.get("before")),
-        rulings,
+def question_name(question: str) -> str:
+    """Return environments, numbers of items and turns of a question from `comparable`."""
+    asked = json.loads(question)
+    envs = (asked.get("protocol") or {}).get("envs") or []
+    return (
+        " + ".join(
+            f"{each['env']['name']}, {asked['items'][each['env']['name']]['num']} items,"
+            f" {each['max_turns']} turns"
+            for each in envs
+            if {"env", "max_turns"} <= each.keys() and each["env"]["name"] in asked.get("items", ())
+        )
+        or "of an earlier version"
     )
-
-
-def _evaluation(version: Any) -> str:
-    """Return the folder of the evaluation that judged a model version; empty if unknown."""
-    judged = (version or {}).get("evaluation") or {}
-    return f"{judged['step']}-{str(judged['key'])[:16]}" if {"step", "key"} <= judged.keys() else ""
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
@@ -417,6 +415,7 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
     stopped = viewer.why_stopped(run) if row is not None and not row["done"] else ""
     return {
         "runs": list(members),
+        "names": viewer.names,
         "run": run,
         "told": viewer.once(f"training {run}", lambda: training_of(reader, step_ids))
         if run

@@ -17,6 +17,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps
 from agentgym.viewer.bodies import Bodies
 from agentgym.viewer.index import Index, IndexDamaged
+from agentgym.viewer.names import Names, names_of
 from agentgym.viewer.query import Lists
 from agentgym.viewer.refresh import Refreshed, Refresher
 from agentgym.viewer.replay import Replays, Servers
@@ -115,6 +116,11 @@ class Viewer:
                 name = folders.get(folder, folder.rpartition("-")[0])
                 why = f"{name}: {tenure}"
         return why
+
+    @property
+    def names(self) -> Names:
+        """Names of what the index has now."""
+        return self.once("names", lambda: names_of(self.index.reader))
 
     def once(self, name: str, make: Callable[[], T]) -> T:
         """Return `make()`, cached under this name until the index changes."""

@@ -57,10 +57,9 @@ def check(answer, status=200):
 
 @pytest.mark.parametrize("path", ["/", "/episodes", "/training", "/compare", "/decisions", "/play"])
 def test_an_empty_store_has_pages_that_say_what_to_do(client, path):
-    page = check(client.get(path))
-    if path == "/":
-        assert "make pipeline" in page.text
-        assert "agentgym evaluate expert" in page.text
+    text = check(client.get(path)).text
+    command = {"/compare": "agentgym evaluate expert", "/play": "begin"}.get(path, "make pipeline")
+    assert command in text
 
 
 def test_hostile_text_is_text_on_every_page(made, view):
@@ -209,23 +208,28 @@ def test_an_index_that_breaks_under_a_page_is_built_anew(made, view):
 
 
 def test_decisions_lead_to_the_episodes_that_made_them(made, view):
-    def version(key):
-        return Version("1", key, {"step": "evaluation", "key": key * 64, "digest": "0" * 64})
+    def version(number, key):
+        return Version(number, key, {"step": "evaluation", "key": key * 64, "digest": "0" * 64})
 
-    candidate, before = version("c"), version("b")
+    candidate, before = version("2", "c"), version("1", "b")
     judged = Judgement("PROMOTE", (Ruling("gain", "PROMOTE", "better by 10 points"),))
     entry = Entry(
         *("judged", "asked", candidate, before, candidate, "somebody", 5.0, judged.why),
         decision=judged.to_json(),
         number=3,
     )
-    made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()})
+    about = {"model": "agentgym-babyai", "alias": "champion"}
+    made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()}, config=about)
     made.add([], step="promotions", key="e", records={"decision.json": b"[]"})
+    for key in "bc":
+        made.add([failed(0, step=0)], step="evaluation", key=key, config=RESULT)
     client = TestClient(make_app(view()))
     page = client.get("/decisions")
     text = check(page).text
     assert "PROMOTE" in text
     assert "better by 10 points" in text
+    assert "agentgym-babyai version 2" in text
+    assert "champion beforeversion 1" in text
     assert "gain: PROMOTE" in " ".join(text.split())
     assert "not readable here" in text
     link = f"/compare?a=evaluation-{'b' * 16}&amp;b=evaluation-{'c' * 16}"
@@ -314,3 +318,47 @@ def test_state_tells_that_there_is_news(made, view):
     viewer.refresh()
     assert client.get("/state").json()["stamp"] != before["stamp"]
     assert client.get("/healthz").text == "ok"
+
+
+def test_runs_evaluations_and_those_of_the_gate_are_listed_apart(made, view):
+    run = made.add([episode(0)], done=True)
+    made.add([episode(1)], step="stage-2", key="e", parents={"stage-1": run.digest}, done=True)
+    made.add([failed(0)], step="evaluation", key="b", config={"policy": {"kind": "expert"}})
+    made.add([failed(0)], step="evaluation", key="c", config={"policy": {"kind": "random"}})
+    decision = {"verdict": "HOLD", "evidence": {"questions": ["c" * 64, ""], "pairs": {}}}
+    record = json.dumps({"decision": decision}).encode()
+    made.add([], step=STEP, key="d", records={RECORD: record})
+    text = check(TestClient(make_app(view())).get("/")).text
+    runs, evaluations, gate = re.split(r"Evaluations(?: that the gate played[^1]*)? 1", text)
+    assert "Runs 1" in runs
+    assert "grpo, max_turns 4, seed 7" in runs
+    assert "expert" in evaluations
+    assert "random" in gate
+
+
+def test_compare_begins_with_the_two_newest_results_of_one_question(made, view):
+    for key, items, played in (("a", 3, failed), ("b", 3, episode), ("c", 4, episode)):
+        plan = {
+            "about": {"policy": f"policy {key}"},
+            "identity": {
+                "items": {"babyai": {"num": items}},
+                "protocol": {"envs": [{"env": {"name": "babyai"}, "max_turns": 4}]},
+                "policy": {"kind": key},
+            },
+            "slots": [],
+        }
+        records = {"plan.json": json.dumps(plan).encode()}
+        config = plan["identity"]
+        own = [played(n, step=0) for n in range(items)]
+        made.add(own, step="evaluation", key=key, config=config, records=records, done=True)
+    client = TestClient(make_app(view()))
+    page = client.get("/compare")
+    assert "3 episodes count in both; 3 were won and 0 lost" in check(page).text
+    chosen = re.findall(r'value="evaluation-(\w)\w*" selected>([^<·]*) ·', page.text)
+    assert chosen == [("a", "policy a"), ("b", "policy b")]
+    assert page.text.count('<optgroup label="babyai, 3 items, 4 turns">') == 2
+    folders = [f"evaluation-{key * 16}" for key in "abc"]
+    after = check(client.get(f"/compare?a={folders[1]}")).text
+    assert "0 were won and 3 lost" in after  # the only other result of its question
+    alone = check(client.get(f"/compare?b={folders[2]}")).text
+    assert "no two finished ones here answer the same question" in alone

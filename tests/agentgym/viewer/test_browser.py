@@ -98,7 +98,9 @@ def pages():
         "hostile": f"/e/{FOLDER}.0.t4?overlay=ratio",
         "group": f"/e/{FOLDER}.0.t0/group",
         "item": "/item/babyai_3",
+        "beside": f"/beside?e={FOLDER}.0.t0&e={FOLDER}.0.t1",
         "compare": f"/compare?a=evaluation-{'b' * 16}&b=evaluation-{'c' * 16}",
+        "one result": f"/compare?a=evaluation-{'b' * 16}",
         "decisions": "/decisions",
         "training": "/training",
         "play": "/play",
@@ -114,6 +116,19 @@ def test_every_page_is_accessible_and_fits_its_screen(walk, variant):
         wide = own.page.evaluate("document.documentElement.scrollWidth - innerWidth")
         assert wide <= 0, f"{name} is {wide} pixels too wide"
     assert own.violations == [], "\n".join(own.violations)
+
+
+def test_a_row_of_runs_fits_a_phone_and_shows_its_numbers(walk):
+    own = walk("phone-dark")
+    own.go("/")
+    for row in own.page.locator(".cards tbody tr").all():
+        box, shown = row.bounding_box(), row.locator("td:visible").all()
+        assert box["height"] < 140
+        assert len(shown) >= 4
+        for cell in shown:
+            place = cell.bounding_box()
+            assert box["x"] <= place["x"]
+            assert place["x"] + place["width"] <= box["x"] + box["width"]
 
 
 def test_nothing_that_a_model_wrote_acts(walk):

@@ -108,8 +108,8 @@ from agentgym.viewer.index import Index
 index = Index(Path(sys.argv[1]), "/store")
 index.reader.execute("SELECT count(*) FROM runs").fetchone()
 with index.writing() as connection:
-    rows = [(f"r{number}", "a title " * 50, 1.0, 0) for number in range(1000)]
-    connection.executemany("INSERT INTO runs VALUES (?, ?, ?, ?)", rows)
+    rows = [(f"r{number}" + "a name " * 50, 1.0, 0) for number in range(1000)]
+    connection.executemany("INSERT INTO runs VALUES (?, ?, ?)", rows)
 os._exit(0)
 """
 
