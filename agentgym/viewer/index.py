@@ -156,18 +156,6 @@ def config_of(text: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def decision_text(data: bytes) -> str:
-    """Return a decision's record as JSON with its evidence reduced to the environments (`envs`) and
-    the digests of the candidate's and the champion's evaluation (`questions`).
-    Errors: ValueError, TypeError or AttributeError if it is no decision.
-    """
-    record = json.loads(data)
-    decision = record.get("decision") or {}
-    evidence = decision.pop("evidence", {})
-    decision |= {"envs": sorted(evidence.get("pairs", ())), "questions": evidence.get("questions")}
-    return json.dumps({**record, "decision": decision})
-
-
 def words_of(record: Mapping[str, Any]) -> str:
     """Return an episode's text for the search; each piece is cut at MAX_TEXT, all at MAX_TEXTS."""
     pieces, room = [], MAX_TEXTS
@@ -216,7 +204,8 @@ CREATE TABLE meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE steps(
     id INTEGER PRIMARY KEY, folder TEXT UNIQUE, name TEXT, key TEXT, mark TEXT,
     head INTEGER, head_digest TEXT, digest TEXT, done INTEGER, parents TEXT, config TEXT,
-    results TEXT, plan TEXT, created REAL, gone TEXT NOT NULL DEFAULT ''
+    results TEXT, policy TEXT, identity TEXT, created REAL,
+    gone TEXT NOT NULL DEFAULT ''
 );
 CREATE TABLE commits(
     step_id INTEGER, seq INTEGER, created REAL, files TEXT, decision TEXT,

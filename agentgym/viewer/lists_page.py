@@ -33,15 +33,6 @@ COLUMNS = (  # sort key, title, CSS class
 
 
 @dataclass(frozen=True, slots=True)
-class StepRow:
-    """A step of a run, as the list of runs shows it."""
-
-    name: str
-    done: bool
-    query: Query
-
-
-@dataclass(frozen=True, slots=True)
 class RunRow:
     """A run, as the list of runs shows it."""
 
@@ -57,7 +48,7 @@ class RunRow:
     success: float | None  # of the final evaluation; None: there is none yet
     coverage: float | None  # share of the final evaluation's episodes that count
     left_out: int
-    steps: list[StepRow]
+    steps: list[sqlite3.Row]  # those with episodes, oldest first
     trains: bool
     query: Query
     left_out_query: Query
@@ -164,15 +155,7 @@ def run_rows(viewer: Viewer, steps: Mapping[int, sqlite3.Row]) -> list[RunRow]:
                 success,
                 coverage,
                 sum(count[2] for count in run_counts),
-                [
-                    StepRow(
-                        step["name"],
-                        bool(step["done"]),
-                        Query({"run": (run,), "stage": (step["name"],)}),
-                    )
-                    for step in run_steps
-                    if step["id"] in counts
-                ],
+                [step for step in run_steps if step["id"] in counts],
                 any("algorithm" in config_of(step["config"]) for step in run_steps),
                 Query({"run": (run,)}),
                 Query({"run": (run,), "status": LEFT_OUT}),

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from agentgym.evaluation.history import Version
+from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.pages import moment
 from agentgym.viewer.index import config_of
 
@@ -29,6 +31,11 @@ class Names:
 
     def result(self, row: sqlite3.Row) -> str:
         return self.results.get(row["id"], row["name"])
+
+    def version(self, version: Version) -> str:
+        """Return the name of the checkpoint of a registered model's version, or of its run."""
+        run = f"of r{version.run_key[:12]}" if version.run_key else ""
+        return self.checkpoints.get(version.checkpoint, run)
 
 
 def names_of(reader: sqlite3.Connection) -> Names:
@@ -53,17 +60,15 @@ def names_of(reader: sqlite3.Connection) -> Names:
         return ", ".join((f" of {runs[0]}{others}", *common))
 
     steps = {step_id: f"{row['name']}{owned(step_id)}" for step_id, row in rows.items()}
-    results, weights = {}, {"": ""}
+    results, weights = {}, {}
     for step_id, row in rows.items():
         if checkpoint := config_of(row["results"]).get("checkpoint"):
-            results[step_id] = f"{checkpoint}{owned(step_id)}"
-            if digest := _policy(plan_of(row).get("identity", {})).get("weights"):
-                weights[digest] = results[step_id]
+            results[step_id] = weights[_weights(row)] = f"{checkpoint}{owned(step_id)}"
+    weights[""] = ""
     runs = {run: ", ".join(filter(None, (run, *facts[run][::2]))) for run in members}
     for step_id, row in rows.items():
-        if policy := _policy(config_of(row["config"])):  # an evaluation of its own
-            text = plan_of(row).get("policy") or policy.get("model") or policy.get("kind")
-            results[step_id] = weights.get(policy.get("weights", "")) or str(text)
+        if row["name"] == EVALUATION:
+            results[step_id] = weights.get(_weights(row)) or row["policy"] or row["name"]
             steps[step_id] = f"{results[step_id]}, {moment(row['created'])[:16]}"
             runs |= dict.fromkeys(runs_of.get(step_id, ()), steps[step_id])
     return Names(
@@ -75,16 +80,17 @@ def names_of(reader: sqlite3.Connection) -> Names:
     )
 
 
-def plan_of(row: sqlite3.Row) -> dict[str, Any]:
-    """Return `policy` (a text) and `identity` of an evaluation's plan, from its row in the index;
-    {} if the store has no plan of it.
+def identity_of(row: sqlite3.Row) -> dict[str, Any]:
+    """Return the settings that identify an evaluation: of its plan or, if an earlier version made
+    it, of its step.
     """
-    return config_of(row["plan"])
+    return config_of(row["identity"] or row["config"])
 
 
-def _policy(identity: Mapping[str, Any]) -> Mapping[str, Any]:
-    policy = identity.get("policy")
-    return policy if isinstance(policy, dict) else {}
+def _weights(row: sqlite3.Row) -> str:
+    """Return the digest of the weights that an evaluation plays; "" for another policy."""
+    policy = identity_of(row).get("policy")
+    return str(policy.get("weights", "")) if isinstance(policy, dict) else ""
 
 
 def _facts(steps: Iterable[sqlite3.Row]) -> tuple[str, str, str]:

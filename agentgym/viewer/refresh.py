@@ -15,17 +15,8 @@ from agentgym.pipeline.stored_config import STEP as RUNS
 from agentgym.records import DAMAGE, RecordError, checked_row, lines_of
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest, ManifestError
 from agentgym.store.runstore import FOLDER, RunStore
-from agentgym.viewer.index import (
-    COLUMNS,
-    DECISION,
-    FILES,
-    TOKENIZER,
-    Index,
-    Row,
-    decision_text,
-    row_of,
-    words_of,
-)
+from agentgym.viewer.decisions import decision_text
+from agentgym.viewer.index import COLUMNS, DECISION, FILES, TOKENIZER, Index, Row, row_of, words_of
 from envs.plain import plain
 
 logger = logging.getLogger(__name__)
@@ -156,33 +147,23 @@ class Refresher:
                         _problem(connection, step_id, commit, error)
                 except (DigestMismatch, RecordError) as error:
                     _problem(connection, step_id, commit, error)
+        decision = None
+        try:
+            if DECISION in commit.records:
+                decision = decision_text(self._store.read(commit, DECISION))
+            if PLAN in commit.records:
+                plan = read_plan(self._store, commit)
+                connection.execute(
+                    "UPDATE steps SET policy = ?, identity = ? WHERE id = ?",
+                    (str(plan.about.get("policy", "")), json.dumps(plan.identity), step_id),
+                )
+        except _UNREADABLE as error:
+            _problem(connection, step_id, commit, error)
         connection.execute(
             "INSERT OR REPLACE INTO commits VALUES (?, ?, ?, ?, ?)",
-            (step_id, commit.seq, commit.created_at, json.dumps(files), self._decision(commit)),
+            (step_id, commit.seq, commit.created_at, json.dumps(files), decision),
         )
-        if PLAN in commit.records:
-            try:
-                plan = read_plan(self._store, commit)
-                text = json.dumps({"policy": plan.about.get("policy"), "identity": plan.identity})
-                connection.execute("UPDATE steps SET plan = ? WHERE id = ?", (text, step_id))
-            except _UNREADABLE as error:
-                _problem(connection, step_id, commit, error)
         return count
-
-    def _decision(self, commit: Manifest) -> str | None:
-        """Return the text that the index keeps of a commit's decision; None if it has none.
-        For a decision that cannot be read, the text has the error.
-        """
-        if DECISION not in commit.records:
-            return None
-        try:
-            return decision_text(self._store.read(commit, DECISION))
-        except _UNREADABLE as error:
-            verdict = "damaged" if isinstance(error, DigestMismatch) else "not readable here"
-            why = f"{commit.step} commit {commit.seq}: {error}"
-            return json.dumps(
-                {"decision": {"verdict": verdict}, "at": commit.created_at, "why": why}
-            )
 
     def _episodes(
         self, connection: sqlite3.Connection, step_id: int, commit: Manifest, file: int
@@ -263,7 +244,7 @@ def _forget(connection: sqlite3.Connection, step_id: int, gone: str) -> int:
     for table in ("commits", "problems"):
         connection.execute(f"DELETE FROM {table} WHERE step_id = ?", (step_id,))
     connection.execute(
-        "UPDATE steps SET head = NULL, head_digest = NULL, plan = NULL, mark = '', gone = ?"
+        "UPDATE steps SET head = NULL, head_digest = NULL, identity = NULL, mark = '', gone = ?"
         " WHERE id = ?",
         (gone, step_id),
     )

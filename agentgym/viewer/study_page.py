@@ -17,7 +17,7 @@ from agentgym.viewer.bodies import Gone, IndexedEpisode, address_of
 from agentgym.viewer.decisions import decided
 from agentgym.viewer.episode_page import address_in
 from agentgym.viewer.index import Address, config_of
-from agentgym.viewer.names import plan_of
+from agentgym.viewer.names import identity_of
 from agentgym.viewer.query import BadQuery
 from agentgym.viewer.training import KINDS, training_of
 from agentgym.viewer.viewer import Viewer
@@ -246,6 +246,12 @@ MOST_FLIPS = 200  # on a page, in each direction
 def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     """Add the pages `/e/.../group`, `/beside`, `/item`, `/compare`, `/decisions`, `/training`."""
 
+    def side_page(
+        title: str, entries: Sequence[IndexedEpisode], rest: int, *, is_group: bool
+    ) -> str:
+        context = {"title": title, "told": beside(entries), "rest": rest, "is_group": is_group}
+        return pages.render("beside.html", **context, names=viewer.names)
+
     @app.get("/e/{address}/group")
     def group(address: str) -> str:
         entry = viewer.bodies.find(address_in(address))
@@ -254,14 +260,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         title = f"{entry.row['item']}: the {len(rows)} samples of {viewer.names.step(entry.step)}"
         title += f", step {entry.row['at']}" if entry.row["at"] >= 0 else ""
         rest = len(rows) - len(shown)
-        return pages.render(
-            "beside.html",
-            title=title,
-            told=beside(shown),
-            rest=rest,
-            is_group=True,
-            names=viewer.names,
-        )
+        return side_page(title, shown, rest, is_group=True)
 
     @app.get("/beside")
     def side_by_side(request: Request) -> str:
@@ -271,14 +270,7 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         entries = [viewer.bodies.find(address_in(address)) for address in chosen]
         items = sorted({entry.row["item"] for entry in entries})
         title = f"{', '.join(items)}: {len(entries)} attempts"
-        return pages.render(
-            "beside.html",
-            title=title,
-            told=beside(entries),
-            rest=0,
-            is_group=False,
-            names=viewer.names,
-        )
+        return side_page(title, entries, 0, is_group=False)
 
     @app.get("/item/{item}")
     def item(item: str) -> str:
@@ -303,8 +295,8 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     @app.get("/decisions")
     def decisions() -> str:
-        rows, stamp = decided(viewer.index.reader, viewer.names), viewer.index.stamp
-        return pages.render("decisions.html", decisions=rows, stamp=stamp, section="decisions")
+        context = {"decisions": decided(viewer.index.reader), "stamp": viewer.index.stamp}
+        return pages.render("decisions.html", **context, names=viewer.names, section="decisions")
 
     @app.get("/training")
     def training(run: str = "") -> str:
@@ -344,14 +336,6 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
         "stamp": viewer.index.stamp,
         "section": "compare",
     }
-
-
-def identity_of(step: sqlite3.Row) -> Mapping[str, Any]:
-    """Return the settings that identify an evaluation: of its plan or, if an earlier version made
-    it, of its step. step: its row in the index.
-    """
-    identity: Mapping[str, Any] = plan_of(step).get("identity") or config_of(step["config"])
-    return identity
 
 
 def comparable(known: Sequence[sqlite3.Row]) -> dict[str, list[sqlite3.Row]]:

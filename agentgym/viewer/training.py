@@ -114,16 +114,14 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
 
 MOST_ITEMS = 80  # rows of the map of items, for those played at the most steps, at least two
 MOST_FAMILIES = 60
-SOLVED_BY = "solved by "
+SAMPLES = ("every sample", "some samples", "no sample")
 KINDS = {
     "learned": "failed when first played, solved when last",
     "forgotten": "solved before, not when last played",
     "never solved": "played twice or more, never solved",
     "always solved": "solved every time",
     "changing": "sometimes solved, and as at first when last",
-    f"{SOLVED_BY}every sample": "played at one step so far",
-    f"{SOLVED_BY}some samples": "played at one step so far",
-    f"{SOLVED_BY}no sample": "played at one step so far",
+    **{f"solved by {samples}": "played at one step so far" for samples in SAMPLES},
 }
 
 
@@ -162,7 +160,7 @@ def training_of(reader: sqlite3.Connection, step_ids: Sequence[int]) -> Training
         heat_map("success by family", families) if set(by_family) - {""} else None,
         heat_map("success by item", rows),
     ]
-    charts = _charts(reader, train, where, list(step_ids), _agreement(shares))
+    charts = _charts(reader, train, where, list(step_ids))
     shown = [heat for heat in maps if heat is not None]
     return Training(kinds, shown, charts, sum(row["n"] for row in shares))
 
@@ -171,7 +169,8 @@ def kind_of(visits: Sequence[Share]) -> str:
     """Return the kind (see KINDS) of an item. visits: one or more, in order of training."""
     solved = [won > 0 for _, won, _ in visits]
     if len(solved) == 1:
-        return sample_kind(*visits[0][1:])
+        _, won, num = visits[0]
+        return f"solved by {SAMPLES[0 if won == num else 1 if won else 2]}"
     if not any(solved):
         return "never solved"
     if all(solved):
@@ -179,25 +178,6 @@ def kind_of(visits: Sequence[Share]) -> str:
     if not solved[-1]:
         return "forgotten"
     return "learned" if not solved[0] else "changing"
-
-
-def sample_kind(won: int, num: int) -> str:
-    """Return the kind (see KINDS) of an item by its samples of one step: `won` of `num` succeed."""
-    share = "every sample" if won == num else "some samples" if won else "no sample"
-    return f"{SOLVED_BY}{share}"
-
-
-def _agreement(shares: Sequence[sqlite3.Row]) -> dict[str, list[tuple[float, float]]]:
-    """Return kind by samples -> (step, share of the items), of items with two samples or more."""
-    counts: dict[int, Counter[str]] = {}
-    for row in shares:
-        if row["n"] > 1:
-            counts.setdefault(row["at"], Counter())[sample_kind(row["won"], row["n"])] += 1
-    kinds = [sample_kind(won, 2) for won in (2, 1, 0)]
-    return {
-        kind.removeprefix(SOLVED_BY): [(at, n[kind] / n.total()) for at, n in counts.items()]
-        for kind in kinds
-    }
 
 
 def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
@@ -210,13 +190,7 @@ def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
     }
 
 
-def _charts(
-    reader: sqlite3.Connection,
-    train: str,
-    where: str,
-    values: list[int],
-    agreement: Mapping[str, Sequence[tuple[float, float]]],
-) -> list[Chart]:
+def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
     steps = reader.execute(
         "SELECT at, avg(CASE WHEN reward IS NOT NULL THEN success END) AS success,"
         " avg(turns) AS turns, avg(said) AS sampled, max(max_turns) AS horizon,"
@@ -235,6 +209,13 @@ def _charts(
         values,
     ).fetchall()
 
+    agreed = reader.execute(
+        "SELECT at, avg(won = n) AS every, avg(won > 0 AND won < n) AS part, avg(won = 0) AS no"
+        " FROM (SELECT at, sum(success) AS won, count(*) AS n FROM episodes"
+        f" WHERE {train} AND reward IS NOT NULL GROUP BY at, item) WHERE n > 1 GROUP BY at",
+        values,
+    ).fetchall()
+
     def of(name: str) -> list[tuple[float, float]]:
         return [(row["at"], row[name]) for row in steps if row[name] is not None]
 
@@ -250,7 +231,14 @@ def _charts(
     }
     charts = [
         line_chart("success", {n: points for n, points in success.items() if points}, share=True),
-        line_chart("items solved by ...", agreement, share=True),
+        line_chart(
+            "items solved by ...",
+            {
+                title: [(row["at"], row[name]) for row in agreed]
+                for name, title in zip(("every", "part", "no"), SAMPLES, strict=True)
+            },
+            share=True,
+        ),
         line_chart(
             "how episodes end",
             {

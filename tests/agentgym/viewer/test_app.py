@@ -74,9 +74,12 @@ def test_hostile_text_is_text_on_every_page(made, view):
     )
     other = failed(0, 1, first_observation=HOSTILE, error=HOSTILE, learned=KEPT)
     made.add([bad, other])
-    decision = {"why": SCRIPT, "who": SCRIPT, "at": 1.0, "decision": {"verdict": SCRIPT}}
-    records = {"decision.json": json.dumps(decision).encode()}
-    made.add([], step="promotions", key="d", records=records)
+    rules = [{"rule": SCRIPT, "verdict": SCRIPT, "why": SCRIPT}]
+    decision = {"verdict": SCRIPT, "rules": rules, "evidence": {"pairs": {SCRIPT: 1}}}
+    version = Version(SCRIPT, "", run_key=SCRIPT)
+    entry = Entry(SCRIPT, "", version, None, version, SCRIPT, 1.0, SCRIPT, decision)
+    about = {"model": SCRIPT, "alias": SCRIPT}
+    made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()}, config=about)
     for key in "bc":
         made.add([failed(0, step=0)], step="evaluation", key=key, config=RESULT)
     client = TestClient(make_app(view()))
@@ -220,7 +223,6 @@ def test_decisions_lead_to_the_episodes_that_made_them(made, view):
     )
     about = {"model": "agentgym-babyai", "alias": "champion"}
     made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()}, config=about)
-    made.add([], step="promotions", key="e", records={"decision.json": b"[]"})
     for key in "bc":
         made.add([failed(0, step=0)], step="evaluation", key=key, config=RESULT)
     client = TestClient(make_app(view()))
@@ -231,7 +233,6 @@ def test_decisions_lead_to_the_episodes_that_made_them(made, view):
     assert "agentgym-babyai version 2" in text
     assert "champion beforeversion 1" in text
     assert "gain: PROMOTE" in " ".join(text.split())
-    assert "not readable here" in text
     link = f"/compare?a=evaluation-{'b' * 16}&amp;b=evaluation-{'c' * 16}"
     assert f'href="{link}"' in page.text
 
@@ -323,17 +324,18 @@ def test_state_tells_that_there_is_news(made, view):
 def test_runs_evaluations_and_those_of_the_gate_are_listed_apart(made, view):
     run = made.add([episode(0)], done=True)
     made.add([episode(1)], step="stage-2", key="e", parents={"stage-1": run.digest}, done=True)
-    made.add([failed(0)], step="evaluation", key="b", config={"policy": {"kind": "expert"}})
-    made.add([failed(0)], step="evaluation", key="c", config={"policy": {"kind": "random"}})
-    decision = {"verdict": "HOLD", "evidence": {"questions": ["c" * 64, ""], "pairs": {}}}
-    record = json.dumps({"decision": decision}).encode()
-    made.add([], step=STEP, key="d", records={RECORD: record})
+    for key, policy in (("b", "the expert"), ("c", "models:/m/3")):
+        plan = json.dumps({"about": {"policy": policy}, "identity": {}, "slots": []}).encode()
+        made.add([failed(0)], step="evaluation", key=key, records={"plan.json": plan})
+    decision = {"evidence": {"questions": ["c" * 64, ""]}}
+    entry = Entry("judged", "", Version("3", ""), None, None, "", 5.0, "", decision)
+    made.add([], step=STEP, key="d", records={RECORD: entry.to_bytes()})
     text = check(TestClient(make_app(view())).get("/")).text
     runs, evaluations, gate = re.split(r"Evaluations(?: that the gate played[^1]*)? 1", text)
     assert "Runs 1" in runs
     assert "grpo, max_turns 4, seed 7" in runs
-    assert "expert" in evaluations
-    assert "random" in gate
+    assert "the expert" in evaluations
+    assert "models:/m/3" in gate
 
 
 def test_compare_begins_with_the_two_newest_results_of_one_question(made, view):

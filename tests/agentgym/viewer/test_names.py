@@ -60,7 +60,7 @@ def test_an_evaluation_is_named_by_the_checkpoint_whose_weights_it_plays(made, v
     alone = {"f": weights, "e": {"kind": "weights", "weights": "e" * 64}, "d": {"kind": "expert"}}
     for key, policy in alone.items():
         config = {"policy": policy, "protocol": {}}
-        records = plan(f"policy {key}") if key != "d" else {}
+        records = plan(f"policy {key}")
         made.add([episode(0)], step="evaluation", key=key, config=config, records=records)
     deliver(made, "1", ("stage-1", "b"), ("evaluate-stage-1", "c"))
     viewer = view()
@@ -71,10 +71,10 @@ def test_an_evaluation_is_named_by_the_checkpoint_whose_weights_it_plays(made, v
         "c": "stage-1 of r111111111111, grpo, seed 7",
         "f": "stage-1 of r111111111111, grpo, seed 7",
         "e": "policy e",
-        "d": "expert",
+        "d": "policy d",
     }
     assert found[f"evaluate-stage-1-{'c' * 16}"] == (
         "evaluate-stage-1 of r111111111111, grpo, seed 7"
     )
-    assert found[f"evaluation-{'d' * 16}"].startswith("expert, 20")  # and its date
+    assert found[f"evaluation-{'d' * 16}"].startswith("policy d, 20")  # and its date
     assert own.run(f"evaluation-{'d' * 12}") == found[f"evaluation-{'d' * 16}"]
