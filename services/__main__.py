@@ -13,7 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+import webbrowser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from agentgym.config import ConfigError
 from agentgym.console.ending import guarded
 from agentgym.defaults import VIEWER_PORT
 from agentgym.deploy.owned import tail
-from agentgym.private import STATE, new_login, private_folder, with_login
+from agentgym.private import STATE, new_login, private_folder, with_login, write_private
 from agentgym.store.lease import process_start
 from agentgym.viewer.guard import LOGIN
 from services.applied import FILE, apply
@@ -150,16 +152,33 @@ def print_api(state: Path) -> int:
 
 
 def show_mlflow(state: Path, port: int | None) -> int:
-    """Print MLflow's address and run it alone until Ctrl-C; return 0. port: as in `up`."""
+    """Print MLflow's address, open it if there is a desktop, and run MLflow alone until Ctrl-C;
+    return 0. port: as in `up`.
+    """
     from services.mlflow_server import make_app
 
     with _listener(port, PORTS["mlflow"], "PORT", command="make ui") as bound:
         address, login = f"http://127.0.0.1:{bound.getsockname()[1]}", new_login()
         app = make_app(state, login)
-        print(f"MLflow   {address}\n{'open':<9}{with_login(address + LOGIN, login)}", flush=True)
+        link = with_login(address + LOGIN, login)
+        print(f"MLflow   {address}\n{'open':<9}{link}", flush=True)
+        _open(link, state / "mlflow.html")
         with contextlib.suppress(KeyboardInterrupt):
             serve(app, bound, owned=False)
     return 0
+
+
+def _open(link: str, page: Path) -> None:
+    """Open a link with a login in the desktop's browser, if a user at a desktop started us.
+    page: a private file that leads there, since everybody can read the browser's command line.
+    """
+    desktop = sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
+    if desktop and sys.stdout.isatty():
+        write_private(page, f'<meta http-equiv="refresh" content="0; url={link}">'.encode())
+        # a thread, because some browsers return only when they are closed
+        threading.Thread(
+            target=webbrowser.open, args=(page.resolve().as_uri(),), daemon=True
+        ).start()
 
 
 def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:

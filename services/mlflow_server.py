@@ -7,18 +7,31 @@ server refuses every location outside the folder, at creation and at each read o
 from __future__ import annotations
 
 import functools
+import json
 import os
 import socket
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import HTMLResponse
 from starlette.types import ASGIApp
 
 from agentgym.private import STATE
+from agentgym.tracking.saved_view import link_to_newest
 from services.proxy import Gate, serve
 
 LOGIN = "AGENTGYM_MLFLOW_LOGIN"  # environment variable: user:password
+# what MLflow's pages keep in the browser; they have no setting on the server
+PREFERENCES = {
+    "mlflow.workflowType_v1": "machine_learning",  # experiments open as model training
+    "mlflow.settings.telemetry.enabled_v1": False,
+    "mlflow.telemetry.info.alert.dismissed_v1": True,
+    "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": True,
+    "mlflow.detectIssues.guidanceShown_v1": True,
+    "mlflow.flagForReview.guidanceShown_v1": True,
+}
 PROXIED = "mlflow-artifacts:/"  # the server's own folder, as clients name it
 # these lead to other locations, each of which is checked again
 _SCHEMES = ("runs", "models", "mlflow-artifacts")
@@ -48,12 +61,33 @@ def make_app(state: Path, login: str) -> ASGIApp:
         ARTIFACTS_DESTINATION_ENV_VAR: str(artifacts),
         SERVE_ARTIFACTS_ENV_VAR: "true",
     }
-    from mlflow.server.fastapi_app import app
+    with warnings.catch_warnings(action="ignore"):  # of deprecated parts that MLflow uses
+        from mlflow.server.fastapi_app import app
+    from mlflow import MlflowClient
     from mlflow.server.handlers import initialize_backend_stores
 
     confine(artifacts)
     initialize_backend_stores(database, database, PROXIED)
-    return Gate(app, login, open_paths=("/health",), sockets=False)
+    client = MlflowClient(database)
+    return Gate(
+        app,
+        login,
+        open_paths=("/health",),
+        sockets=False,
+        entered=lambda host: to_charts(f"http://{host}/{link_to_newest(client)}"),
+    )
+
+
+def to_charts(url: str) -> HTMLResponse:
+    """Return a page that leads to `url`, after it has set those PREFERENCES in the browser that the
+    user has not set. url: without a login, as fetch() rejects URLs that have one.
+    """
+    return HTMLResponse(
+        f"<!doctype html><title>MLflow</title><script>try {{ for (const [name, value] of"
+        f" Object.entries({json.dumps(PREFERENCES)})) localStorage.getItem(name) ??"
+        f" localStorage.setItem(name, JSON.stringify(value)) }}"
+        f" finally {{ location.replace({json.dumps(url)}) }}</script>"
+    )
 
 
 def confine(root: Path) -> None:

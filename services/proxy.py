@@ -10,7 +10,7 @@ import base64
 import json
 import re
 import socket
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
@@ -36,13 +36,20 @@ class Gate:
 
     login: `user:password`. open_paths: paths that anyone may GET, because they show no more than
     that a server is there. sockets: True if there are WebSockets, which then authenticate by their
-    first message, as Prefect's do.
+    first message, as Prefect's do. entered: host -> the response to a login.
     """
 
     def __init__(
-        self, app: ASGIApp, login: str, *, open_paths: Collection[str], sockets: bool
+        self,
+        app: ASGIApp,
+        login: str,
+        *,
+        open_paths: Collection[str],
+        sockets: bool,
+        entered: Callable[[str], Response] = after_login,
     ) -> None:
         self._app, self._open, self._sockets = app, frozenset(open_paths), sockets
+        self._entered = entered
         self._login, self._wanted = login, b"Basic " + base64.b64encode(login.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +83,7 @@ class Gate:
         if not has_login(headers, self._wanted):
             return PlainTextResponse(_HOW, 401, CHALLENGE)
         if scope["path"] == LOGIN:
-            return after_login(host[0])
+            return self._entered(host[0])
         return None
 
     def _with_token(self, receive: Receive) -> Receive:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from agentgym.steps.step import Kind
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import RECORDS, delivered_seq, delivery_mark, tracker_of
 from agentgym.tracking.mlflow import Tracker
-from agentgym.tracking.step_page import MANIFEST
+from agentgym.tracking.points import Point
+from agentgym.tracking.step_page import MANIFEST, result_points
 
 
 def check_ledger(
@@ -75,8 +76,9 @@ def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Seq
 def _check_points(
     tracker: Tracker, run: Any, where: str, steps: Sequence[StepRecord], checks: Checks
 ) -> None:
-    """Compare the points of an MLflow run with the committed ones, with their multiplicity, and
-    each metric's latest value in MLflow with its last point. where: name of the run in failures.
+    """Compare the points of an MLflow run with the committed ones and the results of evaluations,
+    with their multiplicity, and each metric's latest value in MLflow with its last point.
+    where: name of the run in failures.
 
     In an unfinished step the commits after the last delivered one may be missing: they may still
     wait, or the run was killed while it delivered them.
@@ -95,13 +97,11 @@ def _check_points(
         last = delivered_seq(tags, record.name, record.key)
         waiting = record.final is None
         for seq, points in sorted(record.points.items(), reverse=True):
-            of_commit = Counter(
-                (name, point.step, point.time_ms, value)
-                for point in points
-                for name, value in point.metrics.items()
-            )
+            of_commit = _counted(points)
             waiting = waiting and (seq > last or not of_commit & got)
             expected += of_commit & got if waiting else of_commit
+        if record.final is not None:
+            expected += _counted(result_points(record.final))
     checks.counted += expected.total()
     for what, extra in (
         ("missing", expected - got),
@@ -109,6 +109,14 @@ def _check_points(
     ):
         for name, step, time_ms, value in sorted(extra.elements()):
             checks.fail(f"{where}: {name} at step {step}: {value!r} (stamped {time_ms}) is {what}")
+
+
+def _counted(points: Iterable[Point]) -> Counter[tuple[str, int, int, float]]:
+    return Counter(
+        (name, point.step, point.time_ms, value)
+        for point in points
+        for name, value in point.metrics.items()
+    )
 
 
 def existing_ledger(cfg: RunConfig) -> Tracker | None:

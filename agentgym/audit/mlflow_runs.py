@@ -154,9 +154,10 @@ def _check_parent_run(
         files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
         _check_ended(where, run, checks)
     _check_tags(where, run, tags, checks)
-    experiment = tracker.client.get_experiment(tracker.experiment_id).tags
-    for name, text in tags_of_experiment({}, tracker.experiment).items():
-        if experiment.get(name) != text:
+    number = tracker.experiment_id
+    shown = tracker.client.get_experiment(number).tags
+    for name, text in tags_of_experiment({}, tracker.experiment, number).items():
+        if shown.get(name) != text:
             checks.skip(f"tag {name} of the experiment", "a user changed it, as any user may")
     _check_params(where, run, cfg.semantic(), checks)
     # the decisions check compares the files of this store's decisions

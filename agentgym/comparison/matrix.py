@@ -137,6 +137,17 @@ def comparison_key(comparison: Comparison, cells: Sequence[Cell]) -> str:
     )
 
 
+def names_in(cells: Sequence[Cell]) -> dict[str, str]:
+    """Return the names of all recipes, horizons, environments and seeds, as lists, and the number
+    of cells.
+    """
+    of_cells = [(cell.recipe, cell.horizon, cell.cfg.env_names, cell.seed) for cell in cells]
+    names = ("recipes", "horizons", "environments", "seeds")
+    lists = zip(names, zip(*of_cells, strict=True), strict=True)
+    listed = {name: ", ".join(dict.fromkeys(map(str, values))) for name, values in lists}
+    return {**listed, "cells": str(len(cells))}
+
+
 def contrast_rows(comparison: Comparison, cells: Sequence[Cell]) -> list[tuple[str, str]]:
     """Return the pairs (a, b) of row names of all contrasts. A contrast of two methods, horizons or
     recipes has a pair per environment, recipe or horizon, within each group.

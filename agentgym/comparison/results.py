@@ -10,7 +10,7 @@ have; both with the interval of a difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ import numpy as np
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.evaluations import CellEvaluation, curves_json, read_judged
 from agentgym.comparison.figures import AXES, Table
-from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows
-from agentgym.comparison.tables import CEILING, logged_tables, result_files
+from agentgym.comparison.matrix import Cell, comparison_key, contrast_rows, names_in
+from agentgym.comparison.tables import CEILING, logged_metrics, logged_tables, result_files
 from agentgym.evaluation.intervals import (
     FloatArray,
     Interval,
@@ -36,6 +36,7 @@ from agentgym.store.manifest import Manifest
 from agentgym.store.posix import write_whole
 from agentgym.tracking.deliver import CellPoints, committed_points, deliver_comparison
 from agentgym.tracking.points import Point
+from agentgym.tracking.step_page import result_metrics
 
 VALIDATION = "validation/success"
 
@@ -348,9 +349,11 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         judged = read_judged(cell, answers)
         after, start = judged[cell.until], judged.get(cell.start)
         starts = start.per_item if start else None
-        families = after.table.families
+        families, step = after.table.families, points[-1].step if points else 0
+        means = {f"eval/{key}": float(np.nanmean(after.per_item[key])) for key in after.keys}
+        found = (Point(step, round(1000 * answers[cell.until].created_at), means),)
         return CellResult(
-            cell, after.per_item, starts, curve, cost, tuple(points), (), families, after
+            cell, after.per_item, starts, curve, cost, tuple(points), found, families, after
         )
     evaluation = completed[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")
@@ -395,13 +398,16 @@ def write_comparison(comparison: Comparison, cells: Sequence[Cell], out: Path) -
     for name, content in files.items():
         write_whole(out / name, content)
     if rows:
-        publish(result, rows, files)
+        publish(result, cells, rows, files)
     return result
 
 
-def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> None:
-    """Send tables and figures to MLflow, in a run with a child per finished cell. Idempotent.
-    result, rows, files: of `table`, `read_rows` (at least one) and `result_files`.
+def publish(
+    result: Table, cells: Sequence[Cell], rows: Sequence[Row], files: Mapping[str, bytes]
+) -> None:
+    """Send numbers, tables and figures to MLflow, in a run with a child per finished cell.
+    Idempotent. cells: of the whole comparison; result, rows, files: of `table`, `read_rows` (at
+    least one) and `result_files`.
     """
     shown = []
     for row in rows:
@@ -410,9 +416,22 @@ def publish(result: Table, rows: Sequence[Row], files: Mapping[str, bytes]) -> N
             cell = cell_result.cell
             tags = {**names, "seed": str(cell.seed)}
             points = [*map(_charted, _costs(cell_result.training)), *cell_result.evaluated]
+            points.append(_result_point(replace(row, cells=(cell_result,)), points))
             shown.append(CellPoints(cell.title, cell.cfg, cell.run_key, tags, points))
-    text = files[f"{result['name']}.md"].decode()
-    deliver_comparison(result["name"], result["key"], shown, files, logged_tables(result), text)
+    files, metrics = {**files, **logged_tables(result)}, logged_metrics(result)
+    last_ms = max(point.time_ms for cell_points in shown for point in cell_points.points)
+    # the step grows with the number of finished cells, so that the newest numbers are the latest
+    numbers = Point(len(shown), last_ms, metrics)
+    params = {**names_in(cells), **result["rows"][0]["evaluation"]}
+    deliver_comparison(result["name"], result["key"], shown, files, params, numbers)
+
+
+def _result_point(row: Row, points: Sequence[Point]) -> Point:
+    """Return the point with the result of a row's one cell, at the last of the cell's points."""
+    last = max(points, key=lambda point: point.time_ms)
+    average = next(key for key in row.keys if key.startswith("avg"))
+    gained, success = row.gain(average), row.success(average).interval.mean
+    return replace(last, metrics=result_metrics(success, gained and gained.interval.to_json()))
 
 
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:

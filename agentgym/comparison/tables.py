@@ -7,6 +7,7 @@ environments. All are pure functions of the result of `results.table`, also one 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -396,6 +397,22 @@ def logged_tables(table: Table) -> dict[str, bytes]:
         for name, lines in tables.items()
         if lines
     }
+
+
+def logged_metrics(table: Table) -> dict[str, float]:
+    """Return success and gain of each row and the difference of each contrast, averaged over
+    samples, with the bounds of their intervals, as metrics `success/ROW`, `success_low/ROW` etc.
+    """
+    named = [(row["name"], "success", row["success"]) for row in table["rows"]]
+    named += [(row["name"], "gain", row["gain"]) for row in table["rows"] if "gain" in row]
+    named += [(f"{c['a']} - {c['b']}", "difference", c["difference"]) for c in table["contrasts"]]
+    metrics = {}
+    for name, kind, estimates in named:
+        shown = re.sub(r"[^A-Za-z0-9_. :/-]", "_", name)  # MLflow takes no other characters
+        average = next(estimate for key, estimate in estimates.items() if key.startswith("avg"))
+        for part, end in (("mean", ""), ("low", "_low"), ("high", "_high")):
+            metrics[f"{kind}{end}/{shown}"[:250]] = round(average[part], 4)
+    return metrics
 
 
 def _numbers(prefix: str, estimates: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

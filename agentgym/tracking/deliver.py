@@ -35,6 +35,7 @@ from agentgym.tracking.step_page import (
     describe,
     note_of_comparison,
     note_of_pipeline,
+    result_points,
     show_step,
     table_tags,
 )
@@ -58,7 +59,6 @@ CURVE = (  # the main metrics, which `curve` returns; MLflow has all
     "eval/pass_at_1",
     "eval/coverage",
 )
-KINDS = ("step", "pipeline")
 End = tuple[str, str]  # (status: FAILED, or KILLED for a process ended from outside; reason)
 WRITTEN_AT_ONCE = ("evaluation", "comparison", "cell")  # kinds of runs, for finished work
 RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'active' limit 1"
@@ -76,9 +76,8 @@ def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
 
 def tracker_of(cfg: RunConfig) -> Tracker:
     """Return the tracker of the configured MLflow experiment, one per process."""
-    return _tracker(
-        cfg.tracking_uri, cfg.experiment, (cfg.state_dir / "mlflow-artifacts").resolve()
-    )
+    artifact_root = (cfg.state_dir / "mlflow-artifacts").resolve()
+    return _tracker(cfg.tracking_uri, cfg.experiment, artifact_root)
 
 
 def parent_run(cfg: RunConfig, run_key: str) -> str:
@@ -123,9 +122,8 @@ def step_run(cfg: RunConfig, run_key: str, manifest: Manifest, title: str) -> tu
     Errors: LedgerUnavailable; LedgerError if the experiment was deleted.
     """
     with reaching(cfg.tracking_uri):
-        return tracker_of(cfg).experiment_id, child_run(
-            cfg, parent_run(cfg, run_key), manifest, title
-        )
+        parent_id = parent_run(cfg, run_key)
+        return tracker_of(cfg).experiment_id, child_run(cfg, parent_id, manifest, title)
 
 
 def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
@@ -218,6 +216,9 @@ def deliver_step(
             digests = {MANIFEST: manifest.digest, RECORDS: manifest.records_digest}
             tracker.set_tags(child_id, digests)
             points, runs = _points(store, manifest), (parent_id, child_id)
+            if result := result_points(manifest):
+                for run_id in run_ids:
+                    tracker.deliver(run_id, result)
             show_step(cfg, store, tracker, manifest, points, runs, title)
             tracker.end_run(child_id)
             if is_report:
@@ -245,18 +246,18 @@ def deliver_comparison(
     key: str,
     cells: Sequence[CellPoints],
     files: Mapping[str, bytes],
-    tables: Mapping[str, bytes],
-    text: str,
+    params: Mapping[str, Any],
+    numbers: Point,
 ) -> None:
-    """Deliver a comparison: a run with tables and figures, and below it a run per cell.
+    """Deliver a comparison: a run with its numbers and files, and below it a run per cell.
 
     The run of each cell's pipeline is created if missing, tagged with the comparison, and ended.
     key: identifies the comparison's run. cells: at least one; the first one's settings are used.
-    tables: files that MLflow's UI shows as tables; text: Markdown for the run's description.
-    A delivery is recorded in the state folder. It is skipped if one of these files to this ledger
-    is recorded there. Repeats change nothing.
+    files: NAME.md among them becomes the description.
+    A delivery of these files to this ledger that the state folder records is skipped. Repeats
+    change nothing.
     """
-    cfg, files = cells[0].cfg, {**files, **tables}
+    cfg = cells[0].cfg
     digests = [sha256(f"{path} ".encode() + data) for path, data in sorted(files.items())]
     content = sha256("".join(digests).encode())
     mark = cfg.state_dir / "delivered" / f"comparison-{key[:16]}"
@@ -265,9 +266,8 @@ def deliver_comparison(
         return
     tracker = tracker_of(cfg)
     identity_tags = {"comparison_key": key, "kind": "comparison"}
-    comparison_id = tracker.find_or_create(
-        f"{name} {key[:8]}", identity_tags, {}, {"comparison": name}
-    )
+    title = f"{name} {key[:8]}"
+    comparison_id = tracker.find_or_create(title, identity_tags, params, {"comparison": name})
     for cell in cells:
         run_id = parent_run(cell.cfg, cell.run_key)
         tracker.set_tags(run_id, {f"comparison.{name}": key[:12]})
@@ -278,9 +278,10 @@ def deliver_comparison(
         tracker.deliver(cell_id, cell.points)
         tracker.end_run(cell_id)
         tracker.end_run(run_id)  # a later report of this run continues it under its id
+    tracker.deliver(comparison_id, [numbers], table_tags(files))
     tracker.log_artifacts(comparison_id, files)
-    tracker.set_tags(comparison_id, table_tags(tables))
-    describe(tracker, comparison_id, note_of_comparison(comparison_id, text, files))
+    note = note_of_comparison(comparison_id, files[f"{name}.md"].decode(), files)
+    describe(tracker, comparison_id, note)
     tracker.end_run(comparison_id)
     mark.parent.mkdir(parents=True, exist_ok=True)
     mark.write_text(f"{content} {ledger_identity(cfg)}", encoding="utf-8")
@@ -381,7 +382,7 @@ def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
 
 
 def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
-    running = tracker.running(KINDS)
+    running = tracker.running(("step", "pipeline"))
     steps = [run for run in running if run.data.tags["kind"] == "step"]
     tenures = store.tenures({_folder(run.data.tags) for run in steps})
     closed: dict[str, str] = {}

@@ -86,14 +86,8 @@ class Tracker:
                 self.artifact_root.as_uri() if self.uri.startswith("sqlite:") else None
             )
             try:
-                # the UI opens on training runs and their charts, not on traces and judges
-                kind = {"mlflow.experimentKind": "custom_model_development"}
-                tags = {**kind, **tags_of_experiment({}, self.experiment)}
-                return str(
-                    self.client.create_experiment(
-                        self.experiment, artifact_location=artifact_location, tags=tags
-                    )
-                )
+                created = self.client.create_experiment(self.experiment, artifact_location)
+                experiment = self.client.get_experiment(created)
             except MlflowException:
                 # another process created it first
                 experiment = self.client.get_experiment_by_name(self.experiment)
@@ -104,9 +98,10 @@ class Tracker:
                 f"MLflow experiment {self.experiment!r} ({experiment.experiment_id}) is deleted;"
                 " `mlflow experiments restore` it, or set tracking.experiment"
             )
-        for name, value in tags_of_experiment(experiment.tags, self.experiment).items():
-            self.client.set_experiment_tag(experiment.experiment_id, name, value)
-        return str(experiment.experiment_id)
+        number = str(experiment.experiment_id)
+        for name, value in tags_of_experiment(experiment.tags, self.experiment, number).items():
+            self.client.set_experiment_tag(number, name, value)
+        return number
 
     def parent_run(
         self, run_key: str, *, params: Mapping[str, Any], tags: Mapping[str, str], title: str = ""

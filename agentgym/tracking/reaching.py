@@ -19,6 +19,7 @@ from agentgym.private import without_login
 from envs.plain import plain
 
 GATEWAY = (429, 502, 503, 504)  # statuses of a busy server, or of a proxy in front of it
+LAYOUT = 2  # raise it if deliveries write something else: finished work is then delivered again
 SUPERSEDED = "superseded"  # value of a run's tag `kind`
 REACH_TIMEOUT_S = 10.0  # for the answer to a health check
 
@@ -43,13 +44,14 @@ def check_server(uri: str) -> None:
 
 
 def ledger_identity(cfg: RunConfig) -> str:
-    """Return a text that identifies the ledger: for a server, its address and the experiment alone.
+    """Return a text that identifies the ledger and LAYOUT; for a server, its address and the
+    experiment alone.
 
     For a local database the text changes if another file takes its place, if a run or the
     experiment is deleted, or if a run is superseded. It is empty if the database cannot be read or
     does not have the experiment.
     """
-    address = f"{cfg.tracking_uri} {cfg.experiment}"
+    address = f"{LAYOUT} {cfg.tracking_uri} {cfg.experiment}"
     query = """
         select experiment_id, creation_time, lifecycle_stage,
             (select count(*) from runs where lifecycle_stage = 'deleted'),

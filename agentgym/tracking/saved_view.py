@@ -18,6 +18,9 @@ from agentgym.store.manifest import sha256
 PREFIX = "mlflow.sharedViewState."
 OURS = "mlflow.agentgym.views"  # tag: id -> sha256 of the value that we wrote
 NOTE, NOTE_OURS = "mlflow.note.content", "mlflow.agentgym.note"
+# versions of MLflow without a switch in the page open an experiment by this tag
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+RESULT = "result/"  # prefix of metrics: success, gain over the baseline, bounds of its interval
 TRAINING = "tags.kind = 'pipeline'"
 CREATED_MS = 1_790_000_000_000  # a constant, so that equal views have equal text
 
@@ -59,26 +62,26 @@ SECTIONS = {
         ("time/step_s", "seconds of an optimizer step"),
     ),
 }
-COLUMNS = (
-    "attributes.`Models`",
-    "attributes.`Dataset`",
-    "metrics.`eval/greedy`",
-    "metrics.`eval/pass_at_1`",
-    "metrics.`rollout/success`",
-    "tags.`algorithm`",
-    "tags.`horizon`",
-    "tags.`seed`",
-)
+COLUMNS = {  # of the table of runs: name -> width, in pixels
+    f"metrics.`{RESULT}success`": 108,
+    f"metrics.`{RESULT}gain`": 86,
+    f"metrics.`{RESULT}gain_low`": 112,
+    f"metrics.`{RESULT}gain_high`": 118,
+    "tags.`algorithm`": 80,
+    "tags.`environment`": 100,
+    "tags.`seed`": 60,
+    "tags.`horizon`": 85,
+}
 
 
-def tags_of_experiment(present: Mapping[str, str], name: str) -> dict[str, str]:
-    """Return the tags to set on experiment `name`: views, description, and OURS with their digests.
-    A tag is set if it is missing, or as we wrote it and out of date; not if a person changed or
-    deleted it. Empty if all are current. present: the experiment's tags.
+def tags_of_experiment(present: Mapping[str, str], name: str, experiment_id: str) -> dict[str, str]:
+    """Return the tags to set on experiment `name`: KIND, views, description, and OURS with their
+    digests. A tag is set if it is missing, or as we wrote it and out of date; not if a person
+    changed or deleted it. Empty if all are current. present: the experiment's tags.
     """
     written: dict[str, str] = json.loads(present.get(OURS, "{}"))
-    wanted = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
-    wanted[NOTE] = note_of_experiment(name)
+    views = {f"{PREFIX}{view.key}": value_of(view) for view in VIEWS}
+    wanted = {**KIND, **views, NOTE: note_of_experiment(name, experiment_id)}
     missing, ours = {}, dict(written)
     for tag, value in wanted.items():
         untouched = sha256(present.get(tag, "").encode()) == written.get(tag)
@@ -99,18 +102,33 @@ def value_of(view: View) -> str:
 
 
 def link_to(experiment_id: str, view: View) -> str:
-    """Return the link to a view and its charts, relative to the server's address."""
-    runs_page = f"#/experiments/{experiment_id}/runs"
-    return f"{runs_page}?viewStateShareKey={view.key}&compareRunsMode=CHART"
+    """Return the link to a view and its charts, relative to the server's address. Charts and the
+    kind of work are no part of a saved view: MLflow reads both from the address alone.
+    """
+    runs_page = f"#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    return f"{runs_page}&viewStateShareKey={view.key}&compareRunsMode=CHART"
 
 
-def note_of_experiment(name: str) -> str:
-    """Return the experiment's description, which explains the page."""
+def link_to_newest(client: Any) -> str:
+    """Return `link_to` the first view of the experiment with the newest pipeline's run; "" if there
+    is none. client: an MlflowClient.
+    """
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    newest = ["attributes.start_time DESC"]
+    runs = client.search_runs(experiments, TRAINING, max_results=1, order_by=newest)
+    return link_to(runs[0].info.experiment_id, VIEWS[0]) if runs else ""
+
+
+def note_of_experiment(name: str, experiment_id: str) -> str:
+    """Return the experiment's description, which begins with links to the charts."""
+    charts = (
+        f"[{view.name.removeprefix('Training ')}]({link_to(experiment_id, view)})" for view in VIEWS
+    )
     lines = [
-        f"Training runs and evaluations of `{name}`.",
+        f"Charts of all training runs of `{name}`: {', '.join(charts)}.",
         "",
         "- A run of a pipeline has its steps below it; the views in the menu *Views* show pipelines"
-        " alone, over optimizer steps, turns or tokens.",
+        " alone, first as a table.",
         "- *Models* has every checkpoint with what its evaluation found; *Traces* has episodes that"
         " were drawn from evaluations and training.",
         "- What a run is and came to stands in its description, its report among its artifacts.",
@@ -137,7 +155,7 @@ def _state(view: View) -> dict[str, Any]:
         "modelVersionFilter": "All Runs",
         "selectedColumns": list(COLUMNS),
         "columnOrder": list(COLUMNS),
-        "columnWidths": {},
+        "columnWidths": COLUMNS,
         "runsHiddenMode": "FIRST_20_RUNS",
         "compareRunCharts": charts,
         "compareRunSections": [

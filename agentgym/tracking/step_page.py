@@ -12,17 +12,18 @@ from typing import Any
 from urllib.parse import quote
 
 from agentgym.config import RunConfig
+from agentgym.pages import estimate, gain, label
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.store.manifest import Manifest, sha256
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.mlflow import Tracker
 from agentgym.tracking.points import Point
-from agentgym.tracking.saved_view import NOTE, NOTE_OURS, VIEWS, is_replaceable, link_to
+from agentgym.tracking.saved_view import NOTE, NOTE_OURS, RESULT, VIEWS, is_replaceable, link_to
 from agentgym.tracking.step_data import EpisodeTrace, drawn, inputs_of, trace_of
 from agentgym.types import Trajectory
 from envs.plain import plain
 
-RESULT, TABLE = "result.json", "outcomes_table.json"  # an evaluation's file; MLflow's table
+RESULT_FILE, TABLE = "result.json", "outcomes_table.json"  # an evaluation's; MLflow's table
 EVALUATED = "eval/"  # metrics that a logged model gets
 MAX_NOTE = 7000  # characters; MLflow takes 8000
 MANIFEST = "mlflow.agentgym.manifest"  # tag of a step's run: digest of its last commit
@@ -97,23 +98,54 @@ def episodes_of(store: RunStore, manifest: Manifest) -> tuple[Manifest, list[Tra
 
 def is_evaluated(manifest: Manifest) -> bool:
     """Return True for the step of an evaluation, whose page also has a model and a table."""
-    return RESULT in manifest.blobs and "summary" in manifest.results
+    return RESULT_FILE in manifest.blobs and "summary" in manifest.results
+
+
+def result_points(manifest: Manifest) -> list[Point]:
+    """Return the `result_metrics` of a finished evaluation's step, as a point; [] for others."""
+    if not (manifest.done and is_evaluated(manifest)):
+        return []
+    _, success, gained = _average(manifest.results)
+    metrics = result_metrics(success["mean"], gained)
+    step, time_ms = int(manifest.results["global_step"]), round(1000 * manifest.created_at)
+    return [Point(step, time_ms, metrics)]
+
+
+def result_metrics(success: float, gained: Mapping[str, float] | None) -> dict[str, float]:
+    """Return an evaluation's result as metrics: shares of 1, rounded to four decimals.
+    gained: the gain over its baseline, as mean, low and high; None: not compared.
+    """
+    row = {"success": success}
+    if gained is not None:
+        row |= {"gain": gained["mean"], "gain_low": gained["low"], "gain_high": gained["high"]}
+    return {f"{RESULT}{name}": round(value, 4) for name, value in row.items()}
+
+
+def _average(results: Mapping[str, Any]) -> tuple[str, Any, Any]:
+    """Return the name of an evaluation's success averaged over samples, it, and its gain or None,
+    both with intervals.
+    """
+    key = next(name for name in results["summary"] if name.startswith("avg_at_"))
+    return key, results["summary"][key], results.get("paired", {}).get(key)
 
 
 def table_of(store: RunStore, manifest: Manifest) -> bytes:
     """Return the JSON text of `outcomes_table` for an evaluation's commit."""
-    table = outcomes_table(json.loads(store.read(manifest, RESULT)))
+    table = outcomes_table(json.loads(store.read(manifest, RESULT_FILE)))
     return json.dumps(table, separators=(",", ":")).encode()
 
 
 def table_tags(paths: Iterable[str]) -> dict[str, str]:
-    """Return the tag of a run that makes MLflow's UI open these artifacts as tables."""
-    return {"mlflow.loggedArtifacts": json.dumps([{"path": p, "type": "table"} for p in paths])}
+    """Return the tag of a run that makes MLflow's UI open those of its artifacts as tables whose
+    names end in _table.json.
+    """
+    tables = [{"path": p, "type": "table"} for p in paths if p.endswith("_table.json")]
+    return {"mlflow.loggedArtifacts": json.dumps(tables)}
 
 
 def successes(result: Mapping[str, Any]) -> dict[str, list[float | None]]:
     """Return item's id -> success (0 or 1) of each of its episodes, the greedy one first.
-    None: the episode does not count. result: the content of RESULT.
+    None: the episode does not count. result: the content of RESULT_FILE.
     """
     rows: dict[str, list[float | None]] = {}
     for row in result["slots"]:
@@ -142,30 +174,33 @@ def describe(tracker: Tracker, run_id: str, note: str) -> None:
 
 
 def note_of_step(manifest: Manifest, title: str) -> str:
-    """Return a step's description: title, commit, and the interval of each success rate."""
+    """Return a step's description: an evaluation's result, title, commit, and the interval of each
+    success rate.
+    """
     lines = [f"**{title}** · commit {manifest.seq}, manifest `{manifest.digest[:12]}`"]
-    summary = manifest.results.get("summary")
-    if isinstance(summary, Mapping):
-        lines += ["", *_numbers(summary, int(manifest.results["num_items"]))]
+    results = manifest.results
+    if isinstance(results.get("summary"), Mapping):
+        lines = [_result(results), "", *lines, "", *_numbers(results)]
     return "\n".join(lines)
 
 
 def note_of_pipeline(
     cfg: RunConfig, tracker: Tracker, report: Manifest, run_key: str, parent_id: str
 ) -> str:
-    """Return the description of a pipeline's run: its settings, its results before and after
-    training, the move of the alias, links relative to the server's address, and two commands.
+    """Return the description of a pipeline's run: its result, its settings, its numbers before and
+    after training, the move of the alias, links relative to the server's address, and two commands.
     report: the commit of the pipeline's report.
     """
     horizon = " > ".join(map(str, cfg.horizon.max_turns))
     lines = [
+        _result(report.results["after"]),
+        "",
         f"Run `r{run_key[:12]}`: recipe {cfg.algorithm.recipe}, on {cfg.env_names}, horizon"
         f" {horizon}, seed {cfg.seed}",
         "",
     ]
     for title in ("before", "after"):
-        results = report.results[title]
-        lines += [f"**{title}**", "", *_numbers(results["summary"], results["num_items"]), ""]
+        lines += [f"**{title}**", "", *_numbers(report.results[title]), ""]
     registered = report.results["model"]
     model, version = str(registered["model"]), str(registered["version"])
     here = f"#/experiments/{tracker.experiment_id}"
@@ -200,11 +235,19 @@ def note_of_comparison(run_id: str, text: str, files: Iterable[str]) -> str:
     return "\n\n".join(["\n".join(lines), *pictures])
 
 
-def _numbers(summary: Mapping[str, Any], num_items: int) -> list[str]:
+def _result(results: Mapping[str, Any]) -> str:
+    """Return an evaluation's success and its gain over its baseline in one line of Markdown."""
+    key, success, gained = _average(results)
+    compared = "" if gained is None else f", gain {gain(gained)} points"
+    counted = f"{label(key)}, {results['num_items']} items"
+    return f"**Success {estimate(success)} %{compared}** ({counted})"
+
+
+def _numbers(results: Mapping[str, Any]) -> list[str]:
     """Return the lines of a Markdown table of success rates and their intervals."""
     rows = [
         f"| {name.replace('_', ' ')} | {100 * interval['mean']:.1f} % |"
         f" {100 * interval['low']:.1f} to {100 * interval['high']:.1f} |"
-        for name, interval in summary.items()
+        for name, interval in results["summary"].items()
     ]
-    return [f"| success, {num_items} items | | interval |", "|---|---|---|", *rows]
+    return [f"| success, {results['num_items']} items | | interval |", "|---|---|---|", *rows]

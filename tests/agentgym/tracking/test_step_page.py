@@ -8,11 +8,12 @@ import pytest
 from mlflow import MlflowClient
 
 from agentgym.audit import audit
-from agentgym.comparison.tables import logged_tables, result_files
+from agentgym.comparison.tables import logged_metrics, logged_tables, result_files
 from agentgym.config import load_config
 from agentgym.pipeline.table import run_key
 from agentgym.tracking.deliver import CellPoints, deliver_comparison
-from agentgym.tracking.saved_view import SECTIONS, VIEWS, link_to
+from agentgym.tracking.points import Point
+from agentgym.tracking.saved_view import COLUMNS, SECTIONS, VIEWS, link_to
 from agentgym.tracking.step_page import note_of_comparison
 
 EXPERIMENT = "agentgym-babyai"
@@ -71,6 +72,32 @@ def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):
     opened.locator(".js-plotly-plot").nth(2).wait_for(timeout=SEEN_S * 1000)
 
 
+def test_the_saved_views_table_begins_with_the_results(page, experiment):
+    table = link_to(experiment.experiment_id, VIEWS[0]).replace("=CHART", "=TABLE")
+    opened = page(table, "result/gain_high")
+    headers = opened.locator(".ag-center-cols-container .ag-cell, .ag-header-cell[col-id*='`']")
+    shown = [header.get_attribute("col-id") for header in headers.all()]
+    columns = [column for column in dict.fromkeys(shown) if column in COLUMNS]
+    assert columns == list(COLUMNS)[: len(columns)]
+    assert len(columns) >= 7
+
+
+def test_a_run_begins_with_its_result_in_numbers_and_words(client, experiment, parent):
+    (last,) = client.search_runs([experiment.experiment_id], "tags.step = 'evaluate-stage-2'")
+    metrics = parent.data.metrics
+    assert metrics["result/success"] == pytest.approx(metrics["eval/avg_at_2"], abs=5e-5)
+    low, gain, high = (metrics[f"result/{name}"] for name in ("gain_low", "gain", "gain_high"))
+    assert low <= gain <= high
+    start = client.get_metric_history(parent.info.run_id, "eval/avg_at_2")[0].value
+    assert gain == pytest.approx(metrics["eval/avg_at_2"] - start, abs=5e-5)
+    success = f"**Success {100 * metrics['eval/avg_at_2']:.1f} ["
+    for run in (parent, last):
+        first = run.data.tags["mlflow.note.content"].splitlines()[0]
+        assert first.startswith(success)
+        assert first.endswith(" points** (avg@2, 12 items)")
+        assert run.data.metrics["result/gain"] == gain
+
+
 def test_a_runs_page_shows_data_source_and_description(page, experiment, parent):
     where = f"#/experiments/{experiment.experiment_id}/runs/{parent.info.run_id}"
     opened = page(where, "babyai train", "agentgym-flow", "Run r")
@@ -103,8 +130,10 @@ def comparison(folder, tiny_params, client, experiment):
     result = json.loads((Path(__file__).parents[3] / "docs/results/unlock.json").read_text())
     cfg, files = load_config(tiny_params(folder, deterministic=True)), result_files(result)
     cell = CellPoints("a seed 0", cfg, run_key(cfg), {"row": "a"}, [])
-    text = files["unlock.md"].decode()
-    deliver_comparison("unlock", result["key"], [cell], files, logged_tables(result), text)
+    numbers = Point(1, 5000, logged_metrics(result))
+    params = {"recipes": "grpo, sft", "seeds": "0, 1, 2"}
+    files |= logged_tables(result)
+    deliver_comparison("unlock", result["key"], [cell], files, params, numbers)
     (run,) = client.search_runs([experiment.experiment_id], "tags.kind = 'comparison'")
     return run
 
@@ -121,6 +150,10 @@ def test_a_comparisons_page_shows_its_table_and_its_figures(page, experiment, co
     assert figures.count() == 2
     rows = table_of(comparison, "rows_table.json")
     assert rows[0]["row"] == "grpo ScalingInter, locked door"
+    assert comparison.data.params == {"recipes": "grpo, sft", "seeds": "0, 1, 2"}
+    key = "gain/grpo ScalingInter_ locked door"  # MLflow allows no comma
+    assert comparison.data.metrics[key] == rows[0]["gain avg_at_4"]
+    assert comparison.data.metrics[key.replace("gain", "gain_low")] == rows[0]["gain avg_at_4 low"]
     shown = json.loads(comparison.data.tags["mlflow.loggedArtifacts"])
     assert [each["path"] for each in shown] == ["rows_table.json", "contrasts_table.json"]
 
