@@ -10,7 +10,7 @@ have; both with the interval of a difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -430,8 +430,9 @@ def _result_point(row: Row, points: Sequence[Point]) -> Point:
     """Return the point with the result of a row's one cell, at the last of the cell's points."""
     last = max(points, key=lambda point: point.time_ms)
     average = next(key for key in row.keys if key.startswith("avg"))
-    gained, success = row.gain(average), row.success(average).interval.mean
-    return replace(last, metrics=result_metrics(success, gained and gained.interval.to_json()))
+    gain = row.gain(average)
+    gained = None if gain is None else asdict(gain.interval)
+    return replace(last, metrics=result_metrics(row.success(average).interval.mean, gained))
 
 
 def _charted(step: tuple[Point, dict[str, float]]) -> Point:

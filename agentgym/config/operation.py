@@ -364,7 +364,7 @@ class MismatchAlarm(AlarmConfig):
     max_kl: PositiveFloat = operational(
         0.03,
         "nats per action token, engine against learner; algorithm.max_mismatch_kl ends a run"
-        " whatever stands here",
+        " with any action",
     )
 
 
