@@ -1,6 +1,4 @@
-"""The tests stay fast and have the paths of the code they test; committed measurements check the
-bounds.
-"""
+"""The tests stay fast; committed measurements check the bounds."""
 
 import json
 import math
@@ -9,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.benched import benchmark
 from tests.completed import completed
 
 ROOT = Path(__file__).resolve().parents[1]
 SUITE = json.loads((ROOT / "docs/results/suite.json").read_text())
-LIKE_NAMED = json.loads((ROOT / "docs/results/like_named.json").read_text())
 
 
 @pytest.mark.parametrize(("target", "most_s"), [("quick", 120), ("test", 600)])
@@ -44,19 +40,3 @@ def test_what_is_imported_is_compiled_once_whatever_the_shell_says():
     )
     assert "PATH=" in told.stdout
     assert "PYTHONDONTWRITEBYTECODE" not in told.stdout
-
-
-@pytest.fixture(scope="module")
-def like_named():
-    return benchmark("like_named")
-
-
-def test_most_modules_have_a_test_of_their_name_that_runs_most_of_their_lines(like_named):
-    enough = {
-        row["module"]: row["test"]
-        for row in LIKE_NAMED["modules"]
-        if row["share"] >= LIKE_NAMED["enough"] == 0.6
-    }
-    now = like_named.modules()
-    still = [each for each in now if each in enough and like_named.like_named(each)]
-    assert len(still) >= 0.6 * len(now)

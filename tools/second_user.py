@@ -1,6 +1,6 @@
 """Attack on a running project by another user of this machine: that user tries every port and file.
 
-    sudo .venv/bin/python benchmarks/second_user.py
+    sudo .venv/bin/python tools/second_user.py
 
 Two situations: `make up` with a deployed run, and a pipeline in a terminal.
 In each, a process of user `nobody` sends requests to every port on which a process of the project
@@ -28,6 +28,8 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from chaos_project import Project
 from chaos_servers import services
 from harness import parser_of
