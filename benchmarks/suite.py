@@ -1,8 +1,7 @@
 """Duration of `make quick` and `make test`, and of each test file.
 
-Each runs as for a contributor, on an otherwise idle machine, except for tests/test_suite.py: that
-file checks the result, docs/results/suite.json, which also balances the test files over processes.
-`loop_s` measures the machine's speed before and after.
+Each runs as for a contributor, on an otherwise idle machine. Writes docs/results/suite.json, which
+tests/test_suite.py checks. `loop_s` measures the machine's speed before and after.
 """
 
 from __future__ import annotations

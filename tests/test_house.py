@@ -117,14 +117,14 @@ def test_no_code_asks_what_a_step_is_called():
 
 # upper bounds on the lines of Python in each folder
 SIZES = {
-    "agentgym": 50_050,
-    "benchmarks": 10_235,
+    "agentgym": 50_515,
+    "benchmarks": 9_500,
     "envs": 11_020,
     "flows": 995,
-    "services": 1_925,
+    "services": 1_985,
     "sites": 3_900,
     "tasks": 635,
-    "tests": 66_100,
+    "tests": 66_600,
 }
 
 

@@ -190,6 +190,19 @@ def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
     }
 
 
+def _agreement(reader: sqlite3.Connection, train: str, values: list[int]) -> Chart | None:
+    """Return the chart of the shares of items that every, some or no sample solved."""
+    agreed = reader.execute(
+        "SELECT at, avg(won = n) AS every, avg(won > 0 AND won < n) AS part, avg(won = 0) AS no"
+        " FROM (SELECT at, sum(success) AS won, count(*) AS n FROM episodes"
+        f" WHERE {train} AND reward IS NOT NULL GROUP BY at, item) WHERE n > 1 GROUP BY at",
+        values,
+    ).fetchall()
+    columns = zip(("every", "part", "no"), SAMPLES, strict=True)
+    points = {title: [(row["at"], row[name]) for row in agreed] for name, title in columns}
+    return line_chart("items solved by ...", points, share=True)
+
+
 def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int]) -> list[Chart]:
     steps = reader.execute(
         "SELECT at, avg(CASE WHEN reward IS NOT NULL THEN success END) AS success,"
@@ -209,13 +222,6 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
         values,
     ).fetchall()
 
-    agreed = reader.execute(
-        "SELECT at, avg(won = n) AS every, avg(won > 0 AND won < n) AS part, avg(won = 0) AS no"
-        " FROM (SELECT at, sum(success) AS won, count(*) AS n FROM episodes"
-        f" WHERE {train} AND reward IS NOT NULL GROUP BY at, item) WHERE n > 1 GROUP BY at",
-        values,
-    ).fetchall()
-
     def of(name: str) -> list[tuple[float, float]]:
         return [(row["at"], row[name]) for row in steps if row[name] is not None]
 
@@ -231,14 +237,7 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
     }
     charts = [
         line_chart("success", {n: points for n, points in success.items() if points}, share=True),
-        line_chart(
-            "items solved by ...",
-            {
-                title: [(row["at"], row[name]) for row in agreed]
-                for name, title in zip(("every", "part", "no"), SAMPLES, strict=True)
-            },
-            share=True,
-        ),
+        _agreement(reader, train, values),
         line_chart(
             "how episodes end",
             {
