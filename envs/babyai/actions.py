@@ -8,8 +8,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 
-from envs.babyai.views import VIEW_SIZE, Cell, View, VisibleObject, number
+from envs.babyai.views import KEPT, VIEW_SIZE, Cell, View, VisibleObject, number
 
 
 class Move(IntEnum):
@@ -105,8 +106,10 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
     return Refusal(f"You cannot {text}, as {_obstacle(verb, named[nth - 1], view)}.")
 
 
-def offer(view: View, compass: int) -> dict[str, Command]:
-    """Return the commands possible now, by their text, in AgentGym's order.
+@lru_cache(maxsize=KEPT)
+def offer(view: View, compass: int) -> Mapping[str, Command]:
+    """Return the commands possible now, by their text, in AgentGym's order. Kept, because samples
+    of an item see the same views.
 
     compass: minigrid's number of the agent's direction.
     `pickup` and `go to` number the reachable objects; commands that go through doors number all

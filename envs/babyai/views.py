@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
 from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 
 Cell = tuple[int, int]  # (steps ahead, steps to the left) of the agent; right is negative
 
 VIEW_SIZE = 7
+KEPT = 4096  # views, with what was found out about them; some 20 MB
 _UNSEEN, _EMPTY, _WALL, _FLOOR, _DOOR = 0, 1, 2, 3, 4
 _DOOR_STATES = ("open", "closed", "locked")
 
@@ -92,8 +95,13 @@ def decode(image: Any) -> View:
     """Return the view in minigrid's image.
     image: [7, 7, 3] of (object, color, state), the agent at column 3 of the last row, looking up.
     """
+    return _decode(image.astype(np.uint8, copy=False).tobytes())
+
+
+@lru_cache(maxsize=KEPT)
+def _decode(pixels: bytes) -> View:
     objects, walls = [], []
-    rows = image.tolist()
+    rows = np.frombuffer(pixels, np.uint8).reshape(VIEW_SIZE, VIEW_SIZE, 3).tolist()
     carried = rows[VIEW_SIZE // 2][VIEW_SIZE - 1]
     for column, cells in enumerate(rows):
         for row, (kind, color, state) in enumerate(cells):

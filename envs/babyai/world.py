@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,15 +61,12 @@ class World:
         self.num_moves = 0  # of this episode
         self.last_move: Move | None = None
         self._image: Any = None  # minigrid's observation after the last move
-        self._offered: dict[str, Command] | None = None  # computed on first use
         self._ended = False
 
     @property
-    def offered(self) -> dict[str, Command]:
+    def offered(self) -> Mapping[str, Command]:
         """Return the commands of the high grammar that are possible now, by their text."""
-        if self._offered is None:
-            self._offered = offer(self.view, int(self.env.agent_dir))
-        return self._offered
+        return offer(self.view, int(self.env.agent_dir))
 
     def reset(self, task_id: int) -> str:
         self.level, seed = pick_level(self.options.levels, task_id)
@@ -77,7 +74,7 @@ class World:
         self.env = make_level(self.level)
         self._image = self.env.reset(seed=seed)[0]["image"]
         self.view = self._first_view()
-        self.num_moves, self.last_move, self._offered, self._ended = 0, None, None, False
+        self.num_moves, self.last_move, self._ended = 0, None, False
         return self._told(goal=self.env.mission)
 
     def step(self, action: str) -> StepResult:
@@ -145,7 +142,7 @@ class World:
             self._image = observation["image"]
             if truncated or unchanged:
                 break
-        self.view, self._offered = decode(self._image), None
+        self.view = decode(self._image)
         success = terminated and reward != 0
         terminated = success if self.options.actions == "high" else terminated
         self._ended = terminated or truncated
