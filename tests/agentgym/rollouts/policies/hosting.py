@@ -87,11 +87,11 @@ def expected(model, tokenizer, version, *samples):
     return asyncio.run(all_of_them())
 
 
-def same(answers, others, rounding=1e-4):
+def same(answers, others):
     """Return True if tokens are equal and log-probabilities differ by rounding at most."""
     return all(
         (one.ids, one.stop_reason, one.version) == (two.ids, two.stop_reason, two.version)
-        and one.logprobs == pytest.approx(two.logprobs, abs=rounding)
+        and one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
         for one, two in zip(answers, others, strict=True)
     )
 
