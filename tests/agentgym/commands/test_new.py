@@ -1,6 +1,7 @@
 """`agentgym new`: packages whose tests pass, and bad names that write nothing."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -103,6 +104,18 @@ def test_a_written_recipe_passes_its_own_tests(folder):
         "test_max_median.py",
     ]
     check_package("max_median")
+
+
+def test_the_guide_shows_parts_of_what_is_written(folder):
+    assert main(["new", "recipe", "median"]) == 0
+    assert main(["new", "environment", "grid-world"]) == 0
+    written = "".join(
+        path.read_text() for name in ("median", "grid-world") for path in Path(name).rglob("*.*")
+    )
+    guide = (ROOT / "docs/how-to/package-a-plugin.md").read_text()
+    blocks = re.findall(r"^```(?:python|toml)\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 4
+    assert [block for block in blocks if block not in written] == []
 
 
 @pytest.mark.parametrize(
