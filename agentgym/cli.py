@@ -15,6 +15,7 @@ from agentgym.commands import (  # noqa: E402
     evaluate,
     machine,
     models,
+    new,
     pipeline_steps,
     store,
     verify,
@@ -64,6 +65,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Multi-turn reinforcement learning as a pipeline you can trust.",
     )
     commands = Commands(parser)
-    for about in (pipeline_steps, evaluate, verify, view, models, store, machine, data):
+    for about in (pipeline_steps, evaluate, verify, view, models, store, machine, data, new):
         about.add(commands)
     return parser

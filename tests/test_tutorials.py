@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ BLOCK = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 NEW_FILE = re.compile(r"New file `([^`]+)`:$")
+IN_FILE = re.compile(r"\b[Ii]n `([^`]+)`:$")
 NUMBER = r"[+\-−]?\d+(?:\.\d+)*"
 NAME = r"r[0-9a-f]{12}\b"  # of a run
 WORDS = re.compile(rf"(?P<any>…)|(?P<name>\b{NAME})|(?P<number>{NUMBER})|(?P<blank>\s+)")
@@ -34,21 +36,24 @@ CLONE = "git clone URL agentgym-flow\ncd agentgym-flow"
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a tutorial. file: the file that it is the content of, if any."""
+    """A block of a tutorial. file: the file that it is the content of, if any. part_of: the file
+    that contains it.
+    """
 
     language: str
     text: str
     file: str
+    part_of: str
 
 
 def blocks_of(page):
     """Return the blocks of a tutorial, in order."""
-    found = BLOCK.finditer((PAGES / f"{page}.md").read_text())
-    return [
-        Block(each["language"], each["text"], file[1] if file else "")
-        for each in found
-        for file in [NEW_FILE.search(" ".join(each["before"].split()))]
-    ]
+    blocks = []
+    for found in BLOCK.finditer((PAGES / f"{page}.md").read_text()):
+        before = " ".join(found["before"].split())
+        files = [match[1] if (match := rule.search(before)) else "" for rule in (NEW_FILE, IN_FILE)]
+        blocks.append(Block(found["language"], found["text"], *files))
+    return blocks
 
 
 def pattern(expected):
@@ -94,6 +99,8 @@ class Reader:
                 path = self.project.folder / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(block.text)
+            elif block.part_of:
+                assert block.text in (self.project.folder / block.part_of).read_text()
             elif block.language == "sh":
                 self.outputs.append(self.run(block.text.strip()))
             else:
@@ -179,10 +186,15 @@ def test_the_first_comparison(project):
 
 @pytest.mark.slow
 def test_the_first_environment(project):
-    site = project.folder / "site"
-    offline = {"PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
-    path = os.pathsep.join([str(site), project.environment["PYTHONPATH"]])
-    project.environment |= {**offline, "PIP_TARGET": str(site), "PYTHONPATH": path}
+    # the package's description goes to a folder of its own, its sources stay where they are
+    prefix = project.folder / "prefix"
+    site = sysconfig.get_path("purelib", vars={"base": str(prefix)})
+    path = [site, str(project.folder / "robot/src"), project.environment["PYTHONPATH"]]
+    project.environment |= {
+        **dict.fromkeys(("PIP_NO_DEPS", "PIP_NO_INDEX"), "1"),
+        "PIP_PREFIX": str(prefix),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
     Reader(project).follow("first-environment")
 
 

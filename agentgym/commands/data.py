@@ -1,4 +1,4 @@
-"""`agentgym data ...`: import and check datasets."""
+"""`agentgym data ...`: make, import and check datasets."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def add(commands: Commands) -> None:
         action="store_true",
         help="leave out rows that cannot be learned from, and list them",
     )
+    making = data.add("make", _make, "write item lists of an environment from ranges of task ids")
+    making.add_argument("name", metavar="NAME", help="an installed environment")
+    for split in ("train", "test"):
+        making.add_argument(
+            f"--{split}",
+            required=True,
+            metavar="RANGES",
+            help="task ids: 0..399, 0..399:4 for every fourth, 7, or several with commas",
+        )
+    making.add_argument("--out", type=Path, help="folder (default: data/NAME)")
     data.add("validate", _validate, "check files, schema, splits and leakage")
     data.add("keep", _keep, "put the files that a run reads into its store, found by data.digest")
 
@@ -63,6 +73,21 @@ def _keep(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     store = open_store(cfg)
     say(f"{store.root} has them; elsewhere: --set data.digest={keep_data(cfg, store)}")
     return 0
+
+
+def _make(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    """Write the lists and print counts and warnings. Return 1 if a task has several ids, else 0."""
+    from agentgym.pipeline.item_lists import environment_of, make_lists
+
+    env, out = environment_of(cfg, arguments.name), arguments.out or Path("data") / arguments.name
+    made = make_lists(cfg, env, arguments.train, arguments.test, out)
+    for warning in made.warnings:
+        say(f"warning: {warning}")
+    say(f"{env.name}: {len(made.train)} train, {len(made.test)} test items")
+    for file in made.files:
+        say(f"  {file}")
+    say(f"to use them: --set data.path={out}")
+    return 1 if made.has_repeats else 0
 
 
 def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:

@@ -72,7 +72,9 @@ def add(commands: Commands) -> None:
     play.add_argument(
         "--item",
         default="",
-        help="its id (default: the first test items, or tasks if there are no lists)",
+        metavar="N",
+        help="an item's or task's id, or several with commas; needs no item lists (default: the"
+        " first test items, or the environment's first tasks if data.path has no lists of it)",
     )
     play.add_argument("--games", type=positive, default=1, metavar="N", help="default: 1")
     play.add_argument(

@@ -77,7 +77,7 @@ def data_digest(path: Path, *envs: str) -> str:
     """sha256 over the bytes of the environments' item lists in the dataset `path`, unparsed.
     Errors: DataError if a file is missing.
     """
-    files = [path / pattern.format(env=env) for env in envs for pattern in _FILES.values()]
+    files = [file for env in envs for file in list_files(path, env)]
     for file in files:
         if not file.is_file():
             raise _not_there(path, file)
@@ -116,9 +116,14 @@ def _not_there(path: Path, file: Path) -> DataError:
     )
 
 
+def list_files(path: Path, env: str) -> list[Path]:
+    """Return the files of an environment's lists in the dataset `path`: train, test."""
+    return [path / pattern.format(env=env) for pattern in _FILES.values()]
+
+
 def has_lists(path: Path, env: str) -> bool:
     """Return True if the dataset `path` has a train list for the environment."""
-    return (path / _FILES["train"].format(env=env)).is_file()
+    return list_files(path, env)[0].is_file()
 
 
 def mix_splits(weights: Mapping[str, float], parts: Sequence[Splits]) -> Splits:

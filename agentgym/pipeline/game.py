@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.config import ConfigError, EnvConfig, RunConfig
 from agentgym.data.items import has_lists, parse_item_id
 from agentgym.deploy.environment import environment_servers
-from agentgym.deploy.local import check_local_env
+from agentgym.deploy.local import IdentitiesUnknown, check_local_env, task_identities
 from agentgym.evaluation.playing import Table
 from agentgym.evaluation.policies import Contender
 from agentgym.evaluation.protocol import (
@@ -25,6 +25,7 @@ from agentgym.rollouts.episode import Episode, Player, PlayerReply, environment_
 from agentgym.rollouts.players import TextPlayer
 from agentgym.types import Item, Sampling, Trajectory, Usage
 
+SEARCHED = 100  # task ids, in search of the first ones that an environment without lists knows
 Tell = Callable[[str], None]
 Ask = Callable[[str], str | None]  # prompt -> line that was typed; None: end of input
 
@@ -35,7 +36,7 @@ class Game:
 
     env: str
     policy: str = ""  # name of a policy for `agentgym evaluate`; empty: a person
-    item: str = ""  # empty: the first test items, or tasks if there are no lists of items
+    item: str = ""  # ids with commas; empty: the first test items, or tasks if there are no lists
     num_games: int = 1
     temperature: float = 0.0  # 0: greedy
     engine: str = ""
@@ -46,7 +47,7 @@ def play_games(cfg: RunConfig, game: Game, tell: Tell, ask: Ask) -> list[Traject
     of a person. Errors: ConfigError before anything starts.
     """
     protocol = _protocol(cfg, game)
-    items = _items(cfg, protocol, game)
+    items = _items(cfg, protocol, game, tell)
     invited = _invited(cfg, protocol, game, tell, ask)
     contender, playing = invited.contender, invited.cfg
     check_local_env(playing.env)
@@ -82,19 +83,39 @@ def _protocol(cfg: RunConfig, game: Game) -> EvaluationProtocol:
     return protocol_of_run(cfg, (game.env,), changes)
 
 
-def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game) -> Sequence[Item]:
-    if not game.item and not has_lists(cfg.data.path, game.env):
-        return [Item(game.env, task, "given") for task in range(game.num_games)]
-    if not game.item:
+def _items(cfg: RunConfig, protocol: EvaluationProtocol, game: Game, tell: Tell) -> Sequence[Item]:
+    if game.item:
+        return [_item(game.env, name.strip()) for name in game.item.split(",")]
+    if has_lists(cfg.data.path, game.env):
         return items_of(protocol, cfg)[game.env]
-    env, task_id = parse_item_id(game.item if "_" in game.item else f"{game.env}_{game.item}")
-    if env != game.env:
-        raise ConfigError(f"--item {game.item} is of {env}, and --env is {game.env}")
+    tasks = _first_tasks(protocol.envs[0].env, game.num_games)
+    items = [Item(game.env, task, "given") for task in tasks]
+    names = ", ".join(item.item_id for item in items)
+    tell(f"{cfg.data.path} has no lists of {game.env}: playing {names}; --item N plays another")
+    return items
+
+
+def _first_tasks(env: EnvConfig, num: int) -> list[int]:
+    """Return the first task ids that the environment knows; from 0 on if it does not tell them."""
+    searched = range(max(num, SEARCHED))
+    try:
+        digests = task_identities(env, searched)
+    except IdentitiesUnknown:
+        return list(searched)[:num]
+    known = [task for task, digest in zip(searched, digests, strict=True) if digest is not None]
+    return (known or list(searched))[:num]
+
+
+def _item(env: str, text: str) -> Item:
+    """Return the item of an id, with or without the environment's name. Errors: ConfigError."""
+    name, task_id = parse_item_id(text if "_" in text else f"{env}_{text}")
+    if name != env:
+        raise ConfigError(f"--item {text} is of {name}, and --env is {env}")
     if task_id < 0:
         raise ConfigError(
-            f"--item {game.item} ends in no number of a task; expected {env}_17, or 17 alone"
+            f"--item {text} ends in no number of a task; expected {env}_17, or 17 alone"
         )
-    return [Item(env, task_id, "given")]
+    return Item(env, task_id, "given")
 
 
 def _invited(

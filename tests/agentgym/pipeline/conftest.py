@@ -1,11 +1,14 @@
-"""Fixtures: servers of two environments, a run that uses one of them, and a model's folder."""
+"""Fixtures: servers of two environments, a run that uses one of them, a model's
+folder, and the starter environment, installed."""
 
 import json
+import os
 
 import pytest
 
 from agentgym.config import load_config
 from tests.agentgym.pipeline.vendor import OPTIONS
+from tests.starters import GAME
 
 
 @pytest.fixture(scope="module")
@@ -36,3 +39,15 @@ def model_folder(tmp_path_factory, make_model, tokenizer, keep):
     checkpoint = new_checkpoint(make_model(), tokenizer)
     save_pretrained(folder, *keep(checkpoint.snapshot(), checkpoint.files()))
     return folder
+
+
+@pytest.fixture
+def robot(install, tmp_path, monkeypatch):
+    """Install the environment that `agentgym new environment robot` writes; return its file."""
+    file = install("robot", GAME.substitute(name="robot"), "agentgym.envs", "robot", "robot:spec")
+    path = os.pathsep.join([str(file.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work/params.yaml").write_text("seed: 1\n")
+    monkeypatch.chdir(tmp_path / "work")
+    return file

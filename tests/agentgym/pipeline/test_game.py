@@ -31,14 +31,29 @@ def test_a_person_plays_and_a_registered_model_after_them(cfg):
     assert first.input_ids
 
 
-def test_a_task_is_played_without_lists_of_items(tmp_path, tiny_params, tiny_endpoint):
+def test_tasks_are_played_without_lists_of_items(tmp_path, tiny_params, tiny_endpoint):
     cfg = load_config(tiny_params(tmp_path, endpoint=tiny_endpoint), [f"data.path={tmp_path}/none"])
     for game, items in (
         (Game("babyai", "random", item="7"), ["babyai_7"]),
+        (Game("babyai", "random", item="7, babyai_3"), ["babyai_7", "babyai_3"]),
         (Game("babyai", "random", num_games=2), ["babyai_0", "babyai_1"]),
     ):
-        played = play_games(cfg, game, lambda _: None, lambda _: None)
+        told = []
+        played = play_games(cfg, game, told.append, lambda _: None)
         assert [each.item.item_id for each in played] == items
+        notice = f"{tmp_path}/none has no lists of babyai: playing babyai_0, babyai_1; --item N"
+        assert [line.startswith(notice) for line in told[:1]] == [not game.item]
+
+
+def test_without_lists_the_first_tasks_are_those_that_the_environment_knows(robot):
+    text = robot.read_text().replace("if not 0 <=", "if not 3 <=")
+    robot.write_text(text.replace("offers_hints=True,", "offers_hints=True, probe_task=3,"))
+    told = []
+    played = play_games(load_config(), Game("robot", "expert"), told.append, lambda _: None)
+    assert [(each.item.item_id, each.success) for each in played] == [("robot_3", True)]
+    robot.write_text(robot.read_text().replace("        identity=", "        # identity="))
+    (played,) = play_games(load_config(), Game("robot", "expert"), told.append, lambda _: None)
+    assert "tasks are 0 to 167, got 0" in played.error
 
 
 def test_one_game_needs_no_more_items_than_one(cfg):
