@@ -13,6 +13,7 @@ import json
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -134,8 +135,11 @@ REDIRECT = """<!doctype html>
 def on_config(config: Any) -> Any:
     """Complete the navigation: pages that mkdocs.yml does not name, results and the API.
 
-    The links to edit a page need the address of the repository, in REPOSITORY_URL.
+    The links to edit a page need the address of the repository, in REPOSITORY_URL. The site's own
+    address is `Documentation` in `project.urls` of pyproject.toml, where errors find it too.
     """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    config.site_url = project.get("urls", {}).get("Documentation")
     named = set(_named(config.nav))
     rest = [path for path in pages() if path not in named]
     for entry in config.nav:

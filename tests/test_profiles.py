@@ -220,6 +220,7 @@ def test_lists_that_are_not_there_are_named_with_what_brings_them(
     assert capsys.readouterr().err == (
         f"error: dataset not imported: {PUBLISHED}/train/{env}_train.json does not exist; run"
         " `agentgym data import --rev main`, or set data.path to a folder of lists\n"
+        f"see {ROOT}/docs/reference/errors-configuration.md#dataerror\n"
     )
 
 

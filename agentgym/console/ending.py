@@ -1,4 +1,6 @@
-"""End of a command: an error becomes one line and an exit code, control characters are escaped."""
+"""End of a command: an error becomes one line, the page that explains it and an exit code.
+Control characters are escaped.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,44 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
 from typing import TextIO
 
 from agentgym.config import ConfigError
+from agentgym.pipeline.child import PAGE
 from envs.plain import plain
+
+# page docs/reference/errors-PAGE.md -> classes that it has a section for
+SECTIONS = {
+    "configuration": "ConfigError DataError HistoryElsewhere",
+    "models": "HostBusy",
+    "store": (
+        "BlobMissing DigestMismatch Fenced LeaseHeld ManifestDamaged ManifestError RecordError"
+        " StoreFull StoreNotHere StoreUnreachable"
+    ),
+    "environments": (
+        "ApiUnreachable EnvError FieldConflict FleetNotReady FleetTripped Forbidden KubeError"
+        " LostLease NotServed RolloutError"
+    ),
+    "evaluations": (
+        "EvaluationInvalid EvaluationStopped Incomparable NumbersChanged PlayerFailed ResultError"
+    ),
+    "learning": (
+        "AlarmStop EngineMismatch EngineStalled FloatingPointError HostLost TransportBroken"
+    ),
+    "services": (
+        "CellsFailed DvcError LedgerError LedgerUnavailable ModelChanged PlacementError RankLost"
+        " RayJobFailed RayUnreachable StaleRun WorkersLost"
+    ),
+}
+PAGES = {name: f"errors-{page}" for page, names in SECTIONS.items() for name in names.split()}
+CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
-    """Run a command and return its exit code. An error becomes one line on standard error.
+    """Run a command and return its exit code. An error becomes one line on standard error, and
+    another with its page in the documents if it has one.
     Codes: 2 for a ConfigError, 130 if interrupted (SIGTERM acts as Ctrl-C from now on), 141 if the
     reader of standard output is gone, 1 for another error; `show_traceback` prints its traceback.
     """
@@ -28,6 +60,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         return code
     except ConfigError as error:
         say(f"error: {error}", file=sys.stderr)
+        _say_page(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command continues from the last commit", file=sys.stderr)
@@ -38,7 +71,51 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         if show_traceback:
             say(traceback.format_exc(), file=sys.stderr, end="")
         say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        _say_page(error)
         return 1
+
+
+def page_of(error: type[BaseException]) -> str:
+    """Return the address of the section on a class of errors or on its nearest documented base; ""
+    if there is none. It is a path in a checkout, else the site's address if the package names one.
+    """
+    for name in (base.__name__ for base in error.__mro__):
+        if name == "RuntimeError":  # several pages have sections on it
+            return _address("errors", "classes")
+        if name in PAGES:
+            return _address(PAGES[name], name.lower())
+    return ""
+
+
+def _say_page(error: BaseException) -> None:
+    """Print the page of an error. A note that names one comes from the process that failed."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(PAGE)]
+    page = page_of(type(error))
+    for line in notes or ([f"{PAGE}{page}"] if page else []):
+        say(line, file=sys.stderr)
+
+
+def _address(page: str, anchor: str) -> str:
+    path = f"docs/reference/{page}.md"
+    for folder in (Path(), CHECKOUT):
+        if (folder / path).is_file():
+            return f"{folder / path}#{anchor}"
+    site = _site()
+    return (
+        f"{site.rstrip('/')}/{path.removesuffix('.md')}/#{anchor}"
+        if site
+        else f"{path}#{anchor} in the repository of agentgym-flow"
+    )
+
+
+def _site() -> str:
+    """Return the address of the documents in pyproject.toml (project.urls); "" without one."""
+    with contextlib.suppress(PackageNotFoundError):
+        for line in metadata("agentgym-flow").get_all("Project-URL", []):
+            name, _, address = line.partition(", ")
+            if name == "Documentation":
+                return str(address)
+    return ""
 
 
 def _reader_is_gone() -> bool:

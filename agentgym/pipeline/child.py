@@ -17,6 +17,7 @@ from agentgym.store.posix import write_whole
 BAD_INPUT = 2  # exit code of the command line
 POLL_S = 0.1
 TIMEOUT_S = 24 * 3600.0  # of a command
+PAGE = "see "  # begins a command's line that names the page on its error
 
 
 class Stopped(RuntimeError):
@@ -38,7 +39,8 @@ def run_command(
     folder, without suffix. wait_s: how long the command waits for work that another process does.
     stop: once set, the process is stopped and its commits remain.
     Errors: ConfigError for bad input (exit code 2), RuntimeError for other failures and after
-    TIMEOUT_S, both with the title and the end of the log; Stopped.
+    TIMEOUT_S, both with the title and the end of the log, and the page on the error as a note;
+    Stopped.
     """
     params = cfg.state_dir / f"{place}.yaml"
     write_whole(params, yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False).encode())
@@ -57,10 +59,16 @@ def run_command(
                 raise RuntimeError(f"{title} did not end within {TIMEOUT_S:g} s\n{tail(log_path)}")
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
-        raise kind(f"{title}: {_last_line(log_path)}; its log is {log_path}")
+        said, page = _ending(log_path)
+        error = kind(f"{title}: {said}; its log is {log_path}")
+        if page:
+            error.add_note(page)
+        raise error
 
 
-def _last_line(log_path: Path) -> str:
+def _ending(log_path: Path) -> tuple[str, str]:
+    """Return (the command's last line, the line after it that names a page; "" without one)."""
     text = log_path.read_text(errors="replace", encoding="utf-8")
     lines = ["it printed nothing", *filter(str.strip, text.splitlines())]
-    return lines[-1].removeprefix("failed: ").removeprefix("error: ")
+    page = lines.pop() if lines[-1].startswith(PAGE) else ""
+    return lines[-1].removeprefix("failed: ").removeprefix("error: "), page

