@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     log_to_stderr(
         logging.INFO if arguments.verbose else logging.WARNING,
-        "%(levelname)s %(name)s: %(message)s",
+        "%(levelname)s %(name)s: %(message)s" if arguments.verbose else "%(message)s",
     )
     run: Callable[[RunConfig, argparse.Namespace], int] = arguments.run
 

@@ -26,7 +26,7 @@ from agentgym.evaluation.intervals import FAILED, Interval
 from agentgym.pages import label
 from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.plan import check_model
-from agentgym.pipeline.run import confirm
+from agentgym.pipeline.run import confirm, export_report
 from agentgym.pipeline.stored_config import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
 from agentgym.private import STATE, private_state
@@ -240,7 +240,7 @@ def summarise(
     rows |= {
         "model": f"{registered['model']} version {registered['version']}",
         "alias": f"{registered['alias']} {sentence(registered)}",
-        "report": str(_export_report(cfg, of_kind[Kind.REPORT])),
+        "report": str(export_report(cfg, of_kind[Kind.REPORT])),
         "compare": f"{_mlflow():<26} MLflow, run {run}",
         "see": f"agentgym view {run}{options}",
         "check": f"agentgym audit {run}{options}",
@@ -313,16 +313,6 @@ def _baseline(evaluations: dict[str, Manifest]) -> str:
         m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
     )
     return str(evaluations[name].results["checkpoint"])
-
-
-def _export_report(cfg: RunConfig, manifest: Manifest) -> Path:
-    folder = cfg.state_dir / "reports" / f"r{run_key(cfg)[:12]}"
-    folder.mkdir(parents=True, exist_ok=True)
-    store = open_store(cfg)
-    for name in (*manifest.blobs, *manifest.records):
-        (folder / name).write_bytes(store.read(manifest, name))
-    (folder / "config.json").write_text(cfg.model_dump_json(indent=1), encoding="utf-8")
-    return folder / "report.html"
 
 
 def _percent(interval: Interval, tight: bool) -> str:

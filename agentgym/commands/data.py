@@ -82,7 +82,7 @@ def _make(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     env, out = environment_of(cfg, arguments.name), arguments.out or Path("data") / arguments.name
     made = make_lists(cfg, env, arguments.train, arguments.test, out)
     for warning in made.warnings:
-        say(f"warning: {warning}")
+        say(f"warning: {warning}", indent=4)
     say(f"{env.name}: {len(made.train)} train, {len(made.test)} test items")
     for file in made.files:
         say(f"  {file}")
@@ -106,7 +106,7 @@ def _import(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         except DataError as error:
             if env in cfg.env_weights:
                 raise
-            say(f"warning: {error}")
+            say(f"warning: {error}", indent=4)
             continue
         _describe(env, splits)
     say(f"keep in git: {imported.pointer}; to train on it: --set data.path={imported.path}")
@@ -120,7 +120,7 @@ def _import_trajectories(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     out = arguments.out or cfg.data.trajectories
     rows, left_out = read_files(arguments.files, cfg, drop_refused=arguments.drop_refused)
     for refusal in left_out:
-        say(f"left out: {refusal}")
+        say(f"left out: {refusal}", indent=4)
     pointer, counts = track_folder(
         out, lambda folder: write(folder, rows), pattern=FILE.format(env="*")
     )
@@ -165,13 +165,13 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             warnings = (*other.warnings, *other_tasks.repeated, *other_tasks.unknown)
             _describe(name, replace(other, warnings=warnings))
         except ConfigError as error:
-            say(f"warning: {error}")
+            say(f"warning: {error}", indent=4)
     return 1 if tasks.repeated else 0
 
 
 def _describe(env: str, splits: Splits) -> None:
     for warning in splits.warnings:
-        say(f"warning: {warning}")
+        say(f"warning: {warning}", indent=4)
     say(
         f"{env}: {len(splits.train)} train, {len(splits.validation)} validation,"
         f" {len(splits.test)} test items, sha256 {splits.digest[:12]}"

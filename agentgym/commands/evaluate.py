@@ -248,12 +248,12 @@ def _print(evaluated: Evaluated, options: str) -> None:
 
     result = evaluated.result
     for line in (*headline(result), *notes(result)):
-        say(line)
+        say(line, indent=4)
     if result.usage.num_calls:
         say(", ".join(f"{name} {value}" for name, value in usage_facts(result).items()))
     rows = failures(result)
     for slot, attempt, outcome, error in rows[:SHOWN]:
-        say(f"failed: {slot} attempt {attempt}: {outcome}: {error[:200]}")
+        say(f"failed: {slot} attempt {attempt}: {outcome}: {error[:200]}", indent=4)
     if len(rows) > SHOWN:
         say(f"and {len(rows) - SHOWN} more attempts that failed; all are in the result")
     for slot, before, after in evaluated.changed[:SHOWN]:
@@ -262,7 +262,7 @@ def _print(evaluated: Evaluated, options: str) -> None:
         say(f"stopped: {evaluated.stopped}; the same command continues it")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
     for line in next_steps(evaluated, options):
-        say(line)
+        say(line, indent=9)
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
@@ -289,7 +289,10 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
             folders = (shlex.quote(str(result_folder)) for result_folder in (path.parent, folder))
             yield f"compare  agentgym compare {' '.join(folders)}{options}"
             return
-    yield "compare  evaluate another policy by the same protocol: this line then has the command"
+    yield (
+        "compare  give the same command another policy, for example expert; this line then has the"
+        " command that compares the two"
+    )
 
 
 def _limit(text: str) -> bool | int | float:

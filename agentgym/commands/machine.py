@@ -169,7 +169,7 @@ def _doctor(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     else:
         width = max(12, *(len(finding.name) + 1 for finding in findings))
         for finding in findings:
-            say(f"{finding.name:<{width}}{finding.state:<9}{finding.text}")
+            say(f"{finding.name:<{width}}{finding.state:<9}{finding.text}", indent=width + 9)
     return 0 if all(finding.ok for finding in findings if finding.needed) else 1
 
 

@@ -108,7 +108,7 @@ def _lineage(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(json.dumps(report, indent=1))
     else:
         for line in lines(report):
-            say(line)
+            say(line, indent=4)
     return 1 if report.get("changed") else 0
 
 
@@ -119,7 +119,7 @@ def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
     for line in _lines(entry):
         say(line)
     for rule in entry.decision.get("rules", []):
-        say(f"  {rule['verdict']:<8}{rule['rule']:<15}{rule['why']}")
+        say(f"  {rule['verdict']:<8}{rule['rule']:<15}{rule['why']}", indent=25)
     if needed := entry.decision.get("needed_items"):
         say(f"  {needed} items of each environment would do: evaluation.num_items, gate.protocol")
     _say_holder(cfg, entry.after)

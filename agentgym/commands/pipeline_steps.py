@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 
@@ -66,9 +67,15 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.data.copies import fetch_data
     from agentgym.pipeline.dvc import files_of, numbers, require_current
     from agentgym.pipeline.plan import check_model
-    from agentgym.pipeline.run import require_key, run_when_free, run_with_parents
+    from agentgym.pipeline.run import (
+        export_report,
+        require_key,
+        run_when_free,
+        run_with_parents,
+    )
     from agentgym.pipeline.stored_config import require_run
     from agentgym.pipeline.table import open_store
+    from agentgym.steps.step import Kind
     from agentgym.store.posix import write_whole
     from agentgym.tracking.reaching import check_server
 
@@ -96,8 +103,29 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             for name, value in numbers(outcome, store).items()
         )
         manifest = f"manifest {outcome.manifest.digest[:12]}"
-        say(" · ".join([f"{outcome.step.name}: {outcome}", *figures, manifest]))
+        say(" · ".join([f"{outcome.step.name}: {outcome}", *figures, manifest]), indent=4)
+        if outcome.step.kind is Kind.REPORT:
+            say(f"report   {export_report(cfg, outcome.manifest)}")
+    if arguments.out is None:  # DVC has a plan of its own
+        say(f"next     {_next_command(cfg, arguments)}")
     return 0
+
+
+def _next_command(cfg: RunConfig, arguments: argparse.Namespace) -> str:
+    """Return the command of the first step that is not done, or the audit of the whole run."""
+    from agentgym.pipeline.stored_config import PARAMS
+    from agentgym.pipeline.table import finished, open_store, steps_of
+
+    done = finished(cfg, open_store(cfg))
+    missing = next((name for name in steps_of(cfg) if name not in done), "")
+    words = ["agentgym", *(("step", missing) if missing else ("audit",))]
+    if arguments.of_run:
+        words += ["--run", arguments.of_run] if missing else [arguments.of_run]
+    if arguments.params != PARAMS:
+        words += ["--params", arguments.params]
+    for override in arguments.set:
+        words += ["--set", override]
+    return shlex.join(words)
 
 
 def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -151,18 +179,19 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         }
         say(json.dumps(tree, indent=1))
         return 0
-    say(f"run r{run_key(cfg)[:12]}")
+    compared = "all steps are done" if is_done else "compared with the newest steps"
+    say(f"run r{run_key(cfg)[:12]}, {compared} in {open_store(cfg).root}", indent=2)
     for step in steps:
-        say(f"  {step.action:<7}{step.name:<22}{step.why}")
+        say(f"  {step.action:<7}{step.name:<22}{step.why}", indent=31)
     if unknown:
-        say(f"memory and time are not known: {unknown}")
+        say(f"memory and time are not known: {unknown}", indent=9)
     if cost is not None:
         for line in cost.lines(num_commits(cfg)):
-            say(line)
+            say(line, indent=9)
     if defaults:
         say("pretrained model, settings with defaults of their own:")
     for default in defaults:
-        say(f"  {default}")
+        say(f"  {default}", indent=4)
     if defaults and not cfg.rollout.instructions:
         say(
             "note: rollout.instructions false: the model learns the environment's grammar from"

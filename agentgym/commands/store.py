@@ -68,7 +68,8 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         day = time.strftime("%Y-%m-%d", time.localtime(row.head.created_at))
         verb = "keep" if row.reason else "gone" if row.head.digest in gone else "collect"
         name = f"{row.head.step}-{row.head.key[:12]}"
-        say(f"{verb:<8}{day}  {amount(row.num_bytes):>9}  {name:<36}{row.reason}".rstrip())
+        size = amount(row.num_bytes)
+        say(f"{verb:<8}{day}  {size:>9}  {name:<34} {row.reason}".rstrip(), indent=31)
     numbers = told(rows)
     size = amount(numbers["collectable_bytes"])
     outcome = (

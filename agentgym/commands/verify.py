@@ -115,7 +115,7 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(json.dumps(report.to_json(), indent=1))
     else:
         for line in report.lines():
-            say(line)
+            say(line, indent=10)
         verdict = "FAILED" if not report.ok else "passed" if report.is_proven else "NOT PROVEN"
         say(f"audit {verdict}; to repeat it: --seed {report.seed}")
     return 1 if not report.ok else 0 if report.is_proven else NOT_PROVEN
@@ -151,7 +151,7 @@ def _compare_results(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         say(data)
         return 0
     for line in lines(comparison):
-        say(line)
+        say(line, indent=4)
     if len(comparison["contrasts"]) > 1:
         say(table_markdown(comparison), end="")
     if arguments.out is not None:

@@ -8,8 +8,10 @@ import contextlib
 import io
 import os
 import select
+import shutil
 import signal
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, metadata
@@ -129,8 +131,20 @@ def _reader_is_gone() -> bool:
     return False
 
 
-def say(text: object, *, file: TextIO | None = None, end: str = "\n") -> None:
+def say(
+    text: object, *, file: TextIO | None = None, end: str = "\n", indent: int | None = None
+) -> None:
     """Print text from an untrusted source, with its control characters escaped.
-    file: None: standard output.
+    file: None: standard output. indent: wrap the one line at the terminal's columns, at 80 without
+    a terminal, and begin the following ones with so many spaces; None: as it is.
     """
-    print(plain(str(text)), file=file or sys.stdout, end=end)
+    shown = plain(str(text))
+    if indent is not None:
+        shown = textwrap.fill(
+            shown,
+            shutil.get_terminal_size().columns,
+            subsequent_indent=" " * indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    print(shown, file=file or sys.stdout, end=end)

@@ -205,11 +205,14 @@ SHOWN_KEYS = ("greedy", "avg_at_", "pass_at_")
 
 
 def headline(result: Result) -> list[str]:
-    """Return three lines per environment: success, failed slots as failures, and coverage."""
+    """Return lines for each environment: success, coverage and, if slots failed, success with
+    these as failures.
+    """
     lines = []
     for env, numbers in result.numbers.items():
         lines.append(f"{env}: {', '.join(_numbers(numbers['summary']))}")
-        lines.append(f"  failed as failures: {', '.join(_numbers(numbers[FAILED]))}")
+        if numbers["coverage"] < 1:
+            lines.append(f"  failed as failures: {', '.join(_numbers(numbers[FAILED]))}")
         played, num_slots = numbers["num_played"], numbers["num_slots"]
         lines.append(
             f"  coverage {numbers['coverage']:.1%}: {numbers['num_counted']} of {num_slots}"

@@ -8,6 +8,7 @@ import gc
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 from agentgym.config import ConfigError, EnvConfig, RunConfig, is_elsewhere
@@ -271,6 +272,19 @@ def run_with_parents(
             run_when_free(step, cfg, wait_s=wait_s, environment=environment, progress=progress)
             for step in with_parents(cfg, name)
         ]
+
+
+def export_report(cfg: RunConfig, manifest: Manifest) -> Path:
+    """Write the report of a finished run to a folder of the state, and return its page.
+    manifest: of the step `report`.
+    """
+    folder = cfg.state_dir / "reports" / f"r{run_key(cfg)[:12]}"
+    folder.mkdir(parents=True, exist_ok=True)
+    store = open_store(cfg)
+    for name in (*manifest.blobs, *manifest.records):
+        (folder / name).write_bytes(store.read(manifest, name))
+    (folder / "config.json").write_text(cfg.model_dump_json(indent=1), encoding="utf-8")
+    return folder / "report.html"
 
 
 def run_when_free(

@@ -327,7 +327,7 @@ def test_an_engine_that_does_not_repeat_its_draws_is_said_to_be_unchecked(
 
 def test_a_report_whose_names_lead_out_of_its_folder_is_not_exported(forger):
     """Refuse it: whoever made the store could write into its reader's home."""
-    from flows.shell import _export_report
+    from agentgym.pipeline.run import export_report
 
     path = forger.folder("report") / "manifests" / "000000.json"
     tree = json.loads(path.read_bytes())
@@ -335,6 +335,6 @@ def test_a_report_whose_names_lead_out_of_its_folder_is_not_exported(forger):
     del tree["follows"], tree["records_digest"]  # without digests that would fail first
     path.write_text(json.dumps(tree))
     with pytest.raises(ManifestError, match=r"name '../../../escaped' is no plain file name"):
-        _export_report(forger.cfg, finished(forger.cfg, open_store(forger.cfg))["report"])
+        export_report(forger.cfg, finished(forger.cfg, open_store(forger.cfg))["report"])
     assert not (forger.cfg.state_dir / "escaped").exists()
     assert not (forger.cfg.state_dir.parent / "escaped").exists()

@@ -85,7 +85,7 @@ def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printe
     alone = kept(folder, "aa", "random")
     report, compare = evaluate.next_steps(alone, "")
     assert report == f"report   {folder}/aa/report.html"
-    assert "evaluate another policy by the same protocol" in compare
+    assert "give the same command another policy" in compare
     kept(folder, "bb", "expert", items=2)  # another item set: not comparable
     kept(folder, "cc", "echo", valid=False)
     (folder / "dd").mkdir()
