@@ -91,7 +91,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     else:
         for entry in entries:
             for line in _lines(entry):
-                say(line)
+                say(line, indent=6)
         if files:
             say(files)
         _say_holder(cfg, now.champion)
@@ -117,7 +117,7 @@ def _say_entry(entry: Entry, cfg: RunConfig, *, as_json: bool) -> None:
         say(json.dumps(_json(entry), indent=1))
         return
     for line in _lines(entry):
-        say(line)
+        say(line, indent=6)
     for rule in entry.decision.get("rules", []):
         say(f"  {rule['verdict']:<8}{rule['rule']:<15}{rule['why']}", indent=25)
     if needed := entry.decision.get("needed_items"):

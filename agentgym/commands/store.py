@@ -69,7 +69,7 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         verb = "keep" if row.reason else "gone" if row.head.digest in gone else "collect"
         name = f"{row.head.step}-{row.head.key[:12]}"
         size = amount(row.num_bytes)
-        say(f"{verb:<8}{day}  {size:>9}  {name:<34} {row.reason}".rstrip(), indent=31)
+        say(f"{verb:<8}{day}  {size:>9}  {name:<33} {row.reason}".rstrip(), indent=31)
     numbers = told(rows)
     size = amount(numbers["collectable_bytes"])
     outcome = (

@@ -61,7 +61,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        say(f"error: {error}", file=sys.stderr)
+        _say_error(f"error: {error}")
         _say_page(error)
         return 2
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
             return 128 + signal.SIGPIPE  # like any program before `| head`
         if show_traceback:
             say(traceback.format_exc(), file=sys.stderr, end="")
-        say(f"failed: {type(error).__name__}: {error}", file=sys.stderr)
+        _say_error(f"failed: {type(error).__name__}: {error}")
         _say_page(error)
         return 1
 
@@ -87,6 +87,11 @@ def page_of(error: type[BaseException]) -> str:
         if name in PAGES:
             return _address(PAGES[name], name.lower())
     return ""
+
+
+def _say_error(line: str) -> None:
+    """Print the line on standard error, whole for a program that reads it, wrapped for a person."""
+    say(line, file=sys.stderr, indent=2 if sys.stderr.isatty() else None)
 
 
 def _say_page(error: BaseException) -> None:

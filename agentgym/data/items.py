@@ -435,8 +435,7 @@ def _validate(rows: Sequence[tuple[str, str, int, str]], env: str, path: Path) -
 def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:
     published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
     return tuple(
-        f"{env}: {len(ids[split])} {split} items, the published list has {count}; do not compare"
-        " results with published ones"
+        f"{env}: {len(ids[split])} {split} items, published are {count}; results do not compare"
         for split, count in published
         if count is not None and count != len(ids[split])
     )

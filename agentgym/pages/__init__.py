@@ -144,8 +144,10 @@ def gain(row: Mapping[str, float]) -> str:
 
 
 def label(key: str) -> str:
-    """Return a metric's display name, for example `pass@4` for `pass_at_4`."""
-    return key.replace("_at_", "@")
+    """Return a metric's display name, for example `pass@4` for `pass_at_4`, `pass^4` for
+    `pass_hat_4`.
+    """
+    return key.replace("_at_", "@").replace("_hat_", "^")
 
 
 def moment(seconds: float | None) -> str:

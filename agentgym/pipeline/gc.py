@@ -58,7 +58,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
             **_registered(cfg, heads),
             **_pointed_at(pointers),
             **{head.digest: FOR_EVER[head.step] for head in heads if head.step in FOR_EVER},
-            **{head.digest: "of the configured run" for head in begun(cfg, store).values()},
+            **{head.digest: "of this run" for head in begun(cfg, store).values()},
         },
         live=live,
     )

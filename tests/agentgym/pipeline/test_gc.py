@@ -40,7 +40,7 @@ def test_the_configured_run_is_kept_whatever_its_age(copied, tmp_path):
     rows = survey(load_config(copied, NOTHING_BY_AGE), tmp_path / NONE)
     assert garbage(rows) == []
     assert {row.reason for row in rows} == {
-        "of the configured run",
+        "of this run",
         "the history of an alias",
         "what a run was asked for",
     }
