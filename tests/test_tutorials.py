@@ -1,4 +1,6 @@
-"""The tutorials, followed word by word in a copy of the repository with smaller settings."""
+"""The tutorials, and walks of five users through the commands, followed word by word in a copy of
+the repository with smaller settings.
+"""
 
 import os
 import re
@@ -19,7 +21,7 @@ from tests.projects import copied, finished  # noqa: F401
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[1]
-PAGES = ROOT / "docs/tutorials"
+PAGES, WALKS = ROOT / "docs/tutorials", ROOT / "tests/walks"
 # a paragraph, then a fenced block
 BLOCK = re.compile(
     r"(?P<before>(?:^[^\n`][^\n]*\n)*)\n?^```(?P<language>\w+)\n(?P<text>.*?)^```$",
@@ -47,9 +49,10 @@ class Block:
 
 
 def blocks_of(page):
-    """Return the blocks of a tutorial, in order."""
+    """Return the blocks of a tutorial or a walk, in order."""
     blocks = []
-    for found in BLOCK.finditer((PAGES / f"{page}.md").read_text()):
+    (path,) = (path for folder in (PAGES, WALKS) if (path := folder / f"{page}.md").exists())
+    for found in BLOCK.finditer(path.read_text()):
         before = " ".join(found["before"].split())
         files = [match[1] if (match := rule.search(before)) else "" for rule in (NEW_FILE, IN_FILE)]
         blocks.append(Block(found["language"], found["text"], *files))
@@ -178,14 +181,20 @@ def test_the_first_run(project):
 def test_the_first_comparison(project):
     params = project.folder / "params.yaml"
     tree = yaml.safe_load(params.read_text())
-    tree["alarms"]["no_success"] = "off"  # the small run's warm start solves too little
+    tree["alarms"] = {"no_success": "off"}  # the small run's warm start solves too little
     params.write_text(yaml.safe_dump(tree))
     Reader(project).follow("first-comparison")
     assert (project.folder / "first/first.png").is_file()
 
 
 @pytest.mark.slow
-def test_the_first_environment(project):
+def test_the_first_environment(author):
+    Reader(author).follow("first-environment")
+
+
+@pytest.fixture
+def author(project):
+    """The project, in which pip installs packages into a folder of its own, without a network."""
     # the package's description goes to a folder of its own, its sources stay where they are
     prefix = project.folder / "prefix"
     site = sysconfig.get_path("purelib", vars={"base": str(prefix)})
@@ -195,7 +204,22 @@ def test_the_first_environment(project):
         "PIP_PREFIX": str(prefix),
         "PYTHONPATH": os.pathsep.join(path),
     }
-    Reader(project).follow("first-environment")
+    return project
+
+
+def test_the_walk_of_a_newcomer(project):
+    Reader(project).follow("newcomer")
+
+
+@pytest.mark.slow
+def test_the_walk_of_an_environment_author(author):
+    Reader(author).follow("environment-author")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["researcher", "platform-engineer", "model-owner"])
+def test_the_walk_of_another_user(project, page):
+    Reader(project).follow(page)
 
 
 @pytest.fixture

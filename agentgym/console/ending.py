@@ -61,7 +61,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        _say_error(f"error: {error}")
+        say(f"error: {error}", file=sys.stderr, indent=2)
         _say_page(error)
         return 2
     except KeyboardInterrupt:
@@ -72,7 +72,7 @@ def guarded(command: Callable[[], int], *, show_traceback: bool = False) -> int:
             return 128 + signal.SIGPIPE  # like any program before `| head`
         if show_traceback:
             say(traceback.format_exc(), file=sys.stderr, end="")
-        _say_error(f"failed: {type(error).__name__}: {error}")
+        say(f"failed: {type(error).__name__}: {error}", file=sys.stderr, indent=2)
         _say_page(error)
         return 1
 
@@ -87,11 +87,6 @@ def page_of(error: type[BaseException]) -> str:
         if name in PAGES:
             return _address(PAGES[name], name.lower())
     return ""
-
-
-def _say_error(line: str) -> None:
-    """Print the line on standard error, whole for a program that reads it, wrapped for a person."""
-    say(line, file=sys.stderr, indent=2 if sys.stderr.isatty() else None)
 
 
 def _say_page(error: BaseException) -> None:
@@ -140,11 +135,11 @@ def say(
     text: object, *, file: TextIO | None = None, end: str = "\n", indent: int | None = None
 ) -> None:
     """Print text from an untrusted source, with its control characters escaped.
-    file: None: standard output. indent: wrap the one line at the terminal's columns, at 80 without
-    a terminal, and begin the following ones with so many spaces; None: as it is.
+    file: None: standard output. indent: in a terminal, or if COLUMNS is set, wrap the one line at
+    its columns and begin the following ones with so many spaces. Programs read it as it is.
     """
-    shown = plain(str(text))
-    if indent is not None:
+    file, shown = file or sys.stdout, plain(str(text))
+    if indent is not None and (file.isatty() or "COLUMNS" in os.environ):
         shown = textwrap.fill(
             shown,
             shutil.get_terminal_size().columns,
@@ -152,4 +147,4 @@ def say(
             break_long_words=False,
             break_on_hyphens=False,
         )
-    print(shown, file=file or sys.stdout, end=end)
+    print(shown, file=file, end=end)
