@@ -13,7 +13,8 @@ from prefect.artifacts import create_markdown_artifact
 from agentgym.comparison.described import Comparison
 from agentgym.comparison.matrix import Cell, run_cell
 from agentgym.comparison.results import write_comparison
-from agentgym.comparison.tables import literal, table_markdown
+from agentgym.comparison.tables import table_markdown
+from agentgym.tracking.markdown import literal
 from tasks.retries import retried
 
 

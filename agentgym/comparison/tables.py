@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentgym.comparison.figures import (
@@ -23,15 +23,11 @@ from agentgym.comparison.figures import (
 )
 from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.pages import gain, label, points
+from agentgym.tracking.markdown import literal, markdown
 
 # distance from 1 (ceiling) or 0 (floor): if both rows of a contrast are nearer, their difference
 # can only be small
 CEILING = 0.06
-
-
-def literal(name: str) -> str:
-    """Escape a name, on one line: it adds no tag, link, image or table cell to Markdown."""
-    return " ".join(name.split()).replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
 
 
 def text_of_rows(table: Table) -> list[str]:
@@ -128,23 +124,6 @@ def _reading(table: Table) -> str:
 def spread_of(estimate: Mapping[str, Any]) -> str:
     deviation = "" if estimate["sd"] is None else f" ± {100 * estimate['sd']:.1f}"
     return f"{100 * estimate['mean']:.1f}{deviation}"
-
-
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
-    """Return a Markdown table, padded for plain text. right: first right-aligned column, from 0."""
-    rows = [head, *lines]
-    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
-    rule = [
-        "-" * width if column < right else "-" * (width - 1) + ":"
-        for column, width in enumerate(widths)
-    ]
-
-    def padded(row: Sequence[str]) -> list[str]:
-        left = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:right]
-        return left + [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][right:]
-
-    lines = [padded(rows[0]), rule, *map(padded, rows[1:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from agentgym.comparison.figures import COLOURS, lines_png
-from agentgym.comparison.tables import literal, markdown
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.paired import (
     Curve,
@@ -35,6 +34,7 @@ from agentgym.pipeline.table import open_store
 from agentgym.records import RecordError
 from agentgym.store.manifest import BlobMissing, DigestMismatch, Manifest
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.markdown import literal, markdown
 
 SCHEMA_VERSION = 1
 ITEMS = (100, 200, 500)  # numbers of items for which the smallest detectable difference is reported

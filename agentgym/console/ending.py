@@ -135,11 +135,11 @@ def say(
     text: object, *, file: TextIO | None = None, end: str = "\n", indent: int | None = None
 ) -> None:
     """Print text from an untrusted source, with its control characters escaped.
-    file: None: standard output. indent: in a terminal, or if COLUMNS is set, wrap the one line at
-    its columns and begin the following ones with so many spaces. Programs read it as it is.
+    file: None: standard output. indent: wrap the one line at a terminal's columns, and begin the
+    following ones with so many spaces; a program that reads the output gets it as it is.
     """
     file, shown = file or sys.stdout, plain(str(text))
-    if indent is not None and (file.isatty() or "COLUMNS" in os.environ):
+    if indent is not None and file.isatty():
         shown = textwrap.fill(
             shown,
             shutil.get_terminal_size().columns,

@@ -26,7 +26,7 @@ from agentgym.evaluation.policies import (
     with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import begun, open_store, run_key, steps_of
+from agentgym.pipeline.table import begun, open_store, run_key, run_label, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
@@ -224,7 +224,7 @@ def export(
     adapter: bool = False,
 ) -> Manifest:
     """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
-    load. Large weights go to several files with an index.
+    load, with a model card, lineage and digests. Large weights go to several files with an index.
 
     run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
     empty: the configured one.
@@ -234,11 +234,13 @@ def export(
     BlobMissing, DigestMismatch.
     """
     from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
+    from agentgym.pipeline.model_card import describe
 
     if folder.exists():
         raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
     store = open_store(cfg)
     manifest = commit_of(cfg, store, name, run=run)
+    base_name = manifest.config["model"]["name"] or None
     if best:
         scored = scores(store, name, manifest.key)
         if not scored:
@@ -258,11 +260,14 @@ def export(
                 " without --adapter"
             )
         base = trained.base.manifest
-        # weights that a warm start trained have no published name
-        name_of_base = None if "sft_step" in base.state else base.config["model"]["name"] or None
-        save_adapter(folder, trained, base_name=name_of_base)
+        if "sft_step" in base.state:  # weights that a warm start trained have no published name
+            base_name = None
+        save_adapter(folder, trained, base_name)
     else:
         save_pretrained(folder, store, manifest)
+    known = [key for key in delivered_steps(cfg) if run and key.startswith(run.removeprefix("r"))]
+    label = f"r{known[0][:12]}" if known else run_label(cfg)
+    describe(folder, cfg, store, manifest, label, base_name=base_name, is_adapter=adapter)
     return manifest
 
 

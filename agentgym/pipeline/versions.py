@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -160,18 +160,24 @@ def _of_version(
     tags = version_tags(promotions.tracker, promotions.model, version.number)
     source = version_run_tags(promotions.tracker, promotions.model, version.number)
     checkpoint = heads.get(version.checkpoint)
-    made_of = list(_ancestors(heads, version.checkpoint))
+    made_of = list(ancestors(heads, version.checkpoint))
     return {
         "model": promotions.model,
         "version": version.number,
         "checkpoint": version.checkpoint,
         "run": f"r{version.run_key[:SHORT]}" if version.run_key else None,
         "in_store": checkpoint is not None,
-        "steps": [_step(head) for head in made_of],
-        "data": next((head.results["digest"] for head in made_of if LISTS in head.blobs), None),
+        "steps": [{**step_of(head), "at": head.created_at} for head in made_of],
+        "data": data_of(made_of),
         "source": {name: source[name] for name in SOURCE if name in source},
-        "evaluations": [_step(head) for head in _evaluations(heads, version, tags)],
-        "decisions": _decisions(promotions, version),
+        "evaluations": [
+            {**step_of(head), "at": head.created_at}
+            for head in evaluations_of(heads, version.checkpoint, tags.get("weights.sha256"))
+        ],
+        "decisions": [
+            {"entry": entry.number, "at": entry.at, **decision_of(entry, version)}
+            for entry in decisions_on(promotions.history.entries(), version)
+        ],
     }
 
 
@@ -193,7 +199,7 @@ def _back(promotions: Promotions, heads: Mapping[str, Manifest], of: str) -> dic
     return {"of": of, "versions": versions}
 
 
-def _ancestors(heads: Mapping[str, Manifest], digest: str) -> Iterator[Manifest]:
+def ancestors(heads: Mapping[str, Manifest], digest: str) -> Iterator[Manifest]:
     """Yield the step with this commit and all its ancestors, each once, nearest first."""
     waiting, seen = [digest], set()
     while waiting:
@@ -205,43 +211,49 @@ def _ancestors(heads: Mapping[str, Manifest], digest: str) -> Iterator[Manifest]
         waiting += head.parents.values()
 
 
-def _evaluations(
-    heads: Mapping[str, Manifest], version: Version, tags: Mapping[str, str]
+def data_of(steps: Iterable[Manifest]) -> str | None:
+    """Return the digest of the data that the first of these steps with item lists has read."""
+    return next((str(head.results["digest"]) for head in steps if LISTS in head.blobs), None)
+
+
+def evaluations_of(
+    heads: Mapping[str, Manifest], checkpoint: str, weights: str | None
 ) -> list[Manifest]:
-    """Return the evaluations of a version, by its own run and by `agentgym evaluate`."""
-    weights, evaluations = tags.get("weights.sha256"), []
+    """Return the evaluations of a commit's weights, by its own run and by `agentgym evaluate`.
+    checkpoint: the commit's digest; weights: that of its policy, None: not known.
+    """
+    evaluations = []
     for head in heads.values():
         if head.step == EVALUATION:
             if weights and head.config["policy"].get("weights") == weights:
                 evaluations.append(head)
-        elif is_evaluation(head) and version.checkpoint in head.parents.values():
+        elif is_evaluation(head) and checkpoint in head.parents.values():
             evaluations.append(head)
     return evaluations
 
 
-def _decisions(promotions: Promotions, version: Version) -> list[dict[str, Any]]:
+def decisions_on(entries: Iterable[Entry], version: Version) -> list[Entry]:
+    """Return the entries that judge a version, or another one against it."""
     return [
-        {
-            "entry": entry.number,
-            "at": entry.at,
-            "as": "candidate" if entry.candidate.is_same(version) else "champion",
-            "verdict": entry.verdict or entry.kind,
-            "moved": entry.moved,
-            "why": entry.why,
-        }
-        for entry in promotions.history.entries()
+        entry
+        for entry in entries
         if entry.candidate.is_same(version) or version.is_same(entry.before)
     ]
 
 
-def _step(head: Manifest) -> dict[str, Any]:
+def decision_of(entry: Entry, version: Version) -> dict[str, Any]:
+    """Return an entry of `decisions_on` in JSON types, without its time."""
     return {
-        "step": head.step,
-        "key": head.key,
-        "digest": head.digest,
-        "commit": head.seq,
-        "at": head.created_at,
+        "as": "candidate" if entry.candidate.is_same(version) else "champion",
+        "verdict": entry.verdict or entry.kind,
+        "moved": entry.moved,
+        "why": entry.why,
     }
+
+
+def step_of(head: Manifest) -> dict[str, Any]:
+    """Return the identity of a step's commit in JSON types, without its time."""
+    return {"step": head.step, "key": head.key, "digest": head.digest, "commit": head.seq}
 
 
 def lines(tree: Mapping[str, Any]) -> Iterator[str]:

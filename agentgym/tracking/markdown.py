@@ -1,0 +1,30 @@
+"""Markdown with text from others: names that add no markup, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from envs.plain import plain
+
+
+def literal(name: str) -> str:
+    """Escape a name, on one line: it adds no tag, link, image or table cell to Markdown."""
+    line = plain(" ".join(name.split()))
+    return line.replace("<", "&lt;").replace("](", "]\\(").replace("|", "\\|")
+
+
+def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int) -> str:
+    """Return a Markdown table, padded for plain text. right: first right-aligned column, from 0."""
+    rows = [head, *lines]
+    widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
+    rule = [
+        "-" * width if column < right else "-" * (width - 1) + ":"
+        for column, width in enumerate(widths)
+    ]
+
+    def padded(row: Sequence[str]) -> list[str]:
+        left = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:right]
+        return left + [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][right:]
+
+    lines = [padded(rows[0]), rule, *map(padded, rows[1:])]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
