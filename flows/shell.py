@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from rich.table import Table
 
 from agentgym.config import RunConfig, load_config
 from agentgym.console.doctor import reference_s
-from agentgym.console.ending import guarded
+from agentgym.console.ending import guarded, say
 from agentgym.console.progress import PlainConsole
 from agentgym.data.check import load_data, load_recorded
 from agentgym.deploy.kubernetes import check_fleets
@@ -101,6 +102,16 @@ def prefect_running(state_dir: Path, console: Console) -> Iterator[None]:
         yield
 
 
+class _Warnings(logging.Handler):
+    """Print warnings, wrapped. Standard error prints above the bars while these are shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record), file=sys.stderr, indent=None if record.exc_info else 2)
+
+
+_WARNINGS = _Warnings(logging.WARNING)
+
+
 def _quieten_console() -> None:
     """Remove Prefect's progress lines from the terminal, because they would break the bars.
     The API and its UI still get all of them. Our warnings stay.
@@ -110,11 +121,8 @@ def _quieten_console() -> None:
             if isinstance(handler, PrefectConsoleHandler) and not handler.filters:
                 handler.addFilter(_worth_a_line)
                 handler.setFormatter(PlainFormatter(handler.formatter))
-    assert logging.lastResort is not None
-    logging.lastResort.setFormatter(PlainFormatter())
-    # lastResort writes to the current sys.stderr, which prints above the bars while they are shown
     for name in OURS:
-        logging.getLogger(name).addHandler(logging.lastResort)
+        logging.getLogger(name).addHandler(_WARNINGS)
 
 
 def _worth_a_line(record: logging.LogRecord) -> bool:

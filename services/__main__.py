@@ -76,8 +76,7 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                 ]
                 process = _start_supervisor(state, [listening.fileno() for listening in bound])
             print(
-                "starting a Prefect server, a worker and MLflow, and the pages of what agents did;"
-                " half a minute on a quiet machine",
+                "starting Prefect, a worker, MLflow and the viewer; this takes half a minute",
                 flush=True,
             )
         log, deadline = log_file(state, "supervisor"), time.monotonic() + START_TIMEOUT_S
@@ -104,7 +103,7 @@ def down(state: Path) -> int:
             print("nothing is running")
             return 0
         _stop(state)
-    print("stopped; runs that were under way go on from their last commit after the next `make up`")
+    print("stopped; after `make up`, interrupted runs continue from their last commit")
     return 0
 
 

@@ -71,7 +71,8 @@ def _keep(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.table import open_store
 
     store = open_store(cfg)
-    say(f"{store.root} has them; elsewhere: --set data.digest={keep_data(cfg, store)}")
+    digest = keep_data(cfg, store)
+    say(f"{store.root} has them; elsewhere:\n--set data.digest={digest}")
     return 0
 
 

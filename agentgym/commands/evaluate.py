@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -262,13 +261,13 @@ def _print(evaluated: Evaluated, options: str) -> None:
         say(f"stopped: {evaluated.stopped}; the same command continues it")
     say(f"{evaluated.how}: evaluation {result.digest[:12]} in {evaluated.folder}")
     for line in next_steps(evaluated, options):
-        say(line, indent=9)
+        say(line)
 
 
 def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
     """Yield a line with the report's file and, for a complete and valid result, one on comparing
     it: a command with the newest other such result that differs at most in the policy, or a hint
-    if the LOOKED_AT newest have none. options: text of the command, so that it finds the results.
+    if the LOOKED_AT newest have none. options: text of the command, so that it finds their store.
     """
     from agentgym.evaluation.report import PAGE
     from agentgym.evaluation.result import RESULT, Result, ResultError, differences
@@ -286,13 +285,9 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
             continue
         counts = other.is_complete and other.about.get("valid", True)
         if counts and not differences(result.identity, other.identity):
-            folders = (shlex.quote(str(result_folder)) for result_folder in (path.parent, folder))
-            yield f"compare  agentgym compare {' '.join(folders)}{options}"
+            yield f"compare  agentgym compare {other.digest[:12]} {result.digest[:12]}{options}"
             return
-    yield (
-        "compare  give the same command another policy, for example expert; this line then has the"
-        " command that compares the two"
-    )
+    yield "compare  give the same command another policy, for example expert"
 
 
 def _limit(text: str) -> bool | int | float:
@@ -321,7 +316,7 @@ def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         arguments.temperature,
         arguments.engine,
     )
-    played = play_games(cfg, game, say, _ask)
+    played = play_games(cfg, game, functools.partial(say, indent=0), _ask)
     return 0 if all(episode.status.is_valid for episode in played) else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -179,8 +180,12 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         }
         say(json.dumps(tree, indent=1))
         return 0
-    compared = "all steps are done" if is_done else "compared with the newest steps"
-    say(f"run r{run_key(cfg)[:12]}, {compared} in {open_store(cfg).root}", indent=2)
+    store, names = open_store(cfg), {step.name for step in steps}
+    compared = f"{'all steps are done' if is_done else 'compared with the newest steps'} in"
+    last = next((head for head in reversed(store.heads()) if head.step in names), None)
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.created_at)) if last else ""
+    newest = f"{last.step} {last.digest[:12]} of {when}" if last else "none"
+    say(f"run r{run_key(cfg)[:12]}, {compared} {store.root}; last commit: {newest}", indent=2)
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}", indent=31)
     if unknown:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from agentgym.commands.parser import Commands, add_owner_pipe, add_pointers, seed, some
@@ -173,4 +174,7 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
         json.dumps(result, indent=1) if arguments.json else table_markdown(result),
         end="\n" if arguments.json else "",
     )
+    if result["missing"] and not arguments.json:
+        words = shlex.join((file, *overrides, *arguments.set))
+        say(f"\nnext     python -m flows.compare {words}")
     return 0

@@ -135,16 +135,16 @@ def say(
     text: object, *, file: TextIO | None = None, end: str = "\n", indent: int | None = None
 ) -> None:
     """Print text from an untrusted source, with its control characters escaped.
-    file: None: standard output. indent: wrap the one line at a terminal's columns, and begin the
-    following ones with so many spaces; a program that reads the output gets it as it is.
+    file: None: standard output. indent: wrap its lines at a terminal's columns, and begin what
+    follows with so many spaces; a program that reads the output gets it as it is.
     """
     file, shown = file or sys.stdout, plain(str(text))
     if indent is not None and file.isatty():
-        shown = textwrap.fill(
-            shown,
+        lines = textwrap.TextWrapper(
             shutil.get_terminal_size().columns,
             subsequent_indent=" " * indent,
             break_long_words=False,
             break_on_hyphens=False,
         )
+        shown = "\n".join(map(lines.fill, shown.split("\n")))
     print(shown, file=file, end=end)

@@ -100,7 +100,7 @@ def test_of_two_ups_at_one_moment_one_starts_the_services_and_the_other_says_tha
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda _: up(state, {}), range(2)))
     said = capsys.readouterr().out
-    assert said.count("starting a Prefect server, a worker and MLflow") == 1
+    assert said.count("starting Prefect, a worker, MLflow and the viewer") == 1
     assert said.count("already running\n") == 1
     assert said.count("http://127.0.0.1:1") == 2
 

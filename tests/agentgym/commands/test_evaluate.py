@@ -92,10 +92,11 @@ def test_an_evaluation_ends_with_its_report_and_a_comparison_that_runs_as_printe
     (folder / "dd/result.json").write_text("{}")
     second = kept(folder, "ee", "endpoint")
     _, compare = evaluate.next_steps(second, " --set store.path=x")
+    digests = [ended.result.digest[:12] for ended in (alone, second)]
     name, command = compare.split(maxsplit=1)
     assert (name, shlex.split(command)) == (
         "compare",
-        ["agentgym", "compare", f"{folder}/aa", f"{folder}/ee", "--set", "store.path=x"],
+        ["agentgym", "compare", *digests, "--set", "store.path=x"],
     )
     (only,) = evaluate.next_steps(kept(folder, "ff", "late", valid=False), "")
     assert only.startswith("report")
