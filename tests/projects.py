@@ -86,9 +86,11 @@ class Project:
             check=False,
         )
 
-    def call(self, main, *words):
-        """Run a command's main function in this process. Return it completed."""
-        out, err = io.StringIO(), io.StringIO()
+    def call(self, main, *words, output=io.StringIO):
+        """Run a command's main function in this process. Return it completed. output: class of its
+        standard output.
+        """
+        out, err = output(), io.StringIO()
         with contextlib.ExitStack() as stack:
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.chdir(self.folder)

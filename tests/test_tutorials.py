@@ -2,6 +2,7 @@
 the repository with smaller settings.
 """
 
+import io
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ import torch
 import yaml
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentgym.cli import main as agentgym
 from tests.agentgym.families import tokenizer_of
+from tests.benched import benchmark
 from tests.projects import copied, finished  # noqa: F401
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -33,6 +36,13 @@ NUMBER = r"[+\-−]?\d+(?:\.\d+)*"
 NAME = r"r[0-9a-f]{12}\b"  # of a run
 WORDS = re.compile(rf"(?P<any>…)|(?P<name>\b{NAME})|(?P<number>{NUMBER})|(?P<blank>\s+)")
 MODEL = "build/smollm2-135m-instruct"
+TYPED = (  # commands whose output is read in a terminal
+    *("plan", "plan --set optimizer.lr=0.001", "step report", "step stage-3", "stored", "gc"),
+    *("evaluate expert --num-items 5", "compare :warm-start :stage-3", "compare", "history"),
+    *("lineage", "config", "config --all", "config --search rate", "doctor", "data validate"),
+    *("data keep", "play --model expert", "audit --episodes 1 --updates 1", "promote 1", "--help"),
+    *(f"{name} --help" for name in ("evaluate", "audit", "view", "data import", "export")),
+)
 CLONE = "git clone URL agentgym-flow\ncd agentgym-flow"
 
 
@@ -207,8 +217,57 @@ def author(project):
     return project
 
 
-def test_the_walk_of_a_newcomer(project):
-    Reader(project).follow("newcomer")
+@pytest.fixture(scope="module")
+def newcomer(finished, copied, tmp_path_factory):  # noqa: F811
+    """Return the project after the newcomer's walk."""
+    project = installed(copied(finished.folder.parent, tmp_path_factory.mktemp("newcomer")))
+    Reader(project, {"make pipeline": lambda: finished.first.stdout}).follow("newcomer")
+    return project
+
+
+def test_the_walk_of_a_newcomer(newcomer):
+    assert (newcomer.folder / "comparison/comparison.html").is_file()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("command", TYPED)
+def test_what_a_command_prints_in_a_terminal_fits_80_columns(newcomer, command):
+    newcomer.environment["COLUMNS"] = "80"
+    ended = newcomer.call(agentgym, *command.split(), output=Terminal)
+    assert ended.stdout, ended.stderr
+    wide = [line for line in ended.stdout.splitlines() if len(line) > 80]
+    assert [line for line in wide if len(line.split()) > 1] == []  # a path or address stands alone
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_pages_of_a_newcomer_are_accessible_and_fit_their_screen(newcomer, chromium, width):
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    pages = {
+        kind: next(newcomer.folder.glob(pattern))
+        for kind, pattern in (
+            ("report", ".agentgym/reports/*/report.html"),
+            ("evaluation", ".agentgym/evaluations/*/report.html"),
+            ("comparison", "comparison/comparison.html"),
+        )
+    }
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": width, "height": 860})
+        own = benchmark("viewer_pages").Walk(page, "")
+        for name, path in pages.items():
+            page.goto(path.as_uri())
+            own.look(name)
+            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            assert wide <= 0, f"{name} is {wide} pixels too wide"
+        browser.close()
+    assert (own.errors, own.violations) == ([], [])
 
 
 @pytest.mark.slow
@@ -217,9 +276,21 @@ def test_the_walk_of_an_environment_author(author):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["researcher", "platform-engineer", "model-owner"])
-def test_the_walk_of_another_user(project, page):
-    Reader(project).follow(page)
+def test_the_walk_of_a_researcher(project):
+    Reader(project).follow("researcher")
+
+
+@pytest.mark.slow
+def test_the_walk_of_a_platform_engineer(project):
+    try:
+        Reader(project).follow("platform-engineer")
+    finally:
+        project.run("make", "down")
+
+
+@pytest.mark.slow
+def test_the_walk_of_a_model_owner(small_model):
+    Reader(small_model).follow("model-owner")
 
 
 @pytest.fixture
