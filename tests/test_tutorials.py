@@ -219,7 +219,10 @@ def test_the_walk_of_an_environment_author(author):
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["researcher", "platform-engineer", "model-owner"])
 def test_the_walk_of_another_user(project, page):
-    Reader(project).follow(page)
+    try:
+        Reader(project).follow(page)
+    finally:
+        project.run("python", "-m", "services", "down", timeout=120)
 
 
 @pytest.fixture
