@@ -1,7 +1,7 @@
 """Export of weights as a folder, with a model card for the Hugging Face Hub, lineage and digests.
 
-These are made from the store alone and hold no times: the same step gives the same bytes until it is
-evaluated or judged again.
+These are made from the store alone and hold no times: the same step gives the same bytes until it
+is evaluated or judged again.
 """
 
 from __future__ import annotations
