@@ -168,7 +168,9 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
                 failure = error
     result = write_comparison(described, cells, out)
     console.print(table_markdown(result), markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written to {out}/{described.name}.json, .md and .png", highlight=False)
+    console.print(
+        f"written to {out}/{described.name}.json, .md, .csv, .tex, .png and .svg", highlight=False
+    )
     if failure:
         raise failure
     return 0

@@ -84,7 +84,7 @@ def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    from agentgym.pipeline.contenders import export
+    from agentgym.pipeline.export import export
     from agentgym.pipeline.stored_config import config_of_run
 
     if arguments.of_run:

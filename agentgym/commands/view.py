@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     view.add_argument(
         "--query",
         default="",
-        help="with --bundle and --jsonl: the part after"
+        help="with --bundle, --jsonl and --agentgym: the part after"
         " the ? in the address of a list, for example env=babyai&success=no",
     )
     view.add_argument(
@@ -50,12 +50,19 @@ def add(commands: Commands) -> None:
     view.add_argument(
         "--jsonl", type=Path, metavar="FILE", help="write the episodes as JSON lines, and end"
     )
+    view.add_argument(
+        "--agentgym",
+        type=Path,
+        metavar="FILE",
+        help="write replies and observations in AgentGym's layout, as `agentgym data"
+        " import-trajectories` reads them, and end",
+    )
 
 
 def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from urllib.parse import parse_qsl
 
-    from agentgym.viewer.bundle import write_bundle, write_lines
+    from agentgym.viewer.bundle import write_bundle, write_conversations, write_lines
     from agentgym.viewer.query import BadQuery, Query
     from agentgym.viewer.viewer import Viewer
 
@@ -71,11 +78,14 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             say(f"{count} episodes: {arguments.bundle / 'index.html'}")
         if arguments.jsonl is not None:
             say(f"{write_lines(viewer, query, arguments.jsonl)} episodes: {arguments.jsonl}")
+        if arguments.agentgym is not None:
+            count, left_out = write_conversations(viewer, query, arguments.agentgym)
+            say(f"{count} episodes: {arguments.agentgym}; {left_out} repeated or empty left out")
     return 0
 
 
 def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    if arguments.bundle is not None or arguments.jsonl is not None:
+    if any(file is not None for file in (arguments.bundle, arguments.jsonl, arguments.agentgym)):
         return _take_away(cfg, arguments)
     import uvicorn
 

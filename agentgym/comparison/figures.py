@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from agentgym.evaluation.intervals import FEWEST_SEEDS
-from agentgym.evaluation.report import GRID, INK, MUTED, drawn, panels, png_of
+from agentgym.evaluation.report import GRID, INK, MUTED, drawn, panels
 from agentgym.pages import label
 
 Table = Mapping[str, Any]  # the result of `results.table`
+Figure = Any  # of Matplotlib, which takes a second to import
 RowJson = Mapping[str, Any]
 # cost of training: name in a table -> title of an axis
 AXES = {
@@ -33,8 +34,8 @@ _MARKERS = "os^DvPX"
 Estimates = Sequence[Mapping[str, Any]]  # mean, low and high
 
 
-def figures_of_rows(table: Table) -> dict[str, bytes | None]:
-    """Return end of the file name -> PNG of a table of recipes and horizons; None: no data.
+def figures_of_rows(table: Table) -> dict[str, Figure | None]:
+    """Return end of the file name -> figure of a table of recipes and horizons; None: no data.
     Only test rows are in the figure of success, unless there are none; `_curves` has all rows.
     """
     # validation rows exist to choose settings; do not compare them with test results
@@ -47,8 +48,10 @@ def figures_of_rows(table: Table) -> dict[str, bytes | None]:
     names = [row["name"] for row in rows]
     interval = f"{100 * table['confidence']:g} % interval over {sources(table)}"
     return {
-        "": success_png(by_number, names, places, f"success · dot and line: mean and {interval}"),
-        "_curves": curves_png(table),
+        "": success_figure(
+            by_number, names, places, f"success · dot and line: mean and {interval}"
+        ),
+        "_curves": curves_figure(table),
     }
 
 
@@ -67,16 +70,16 @@ def sources(table: Table) -> str:
     return "seeds and items alike"
 
 
-def success_png(
+def success_figure(
     by_title: Mapping[str, Sequence[tuple[float, RowJson, str]]],
     names: Sequence[str],
     places: Sequence[float],
     caption: str,
     *,
     alike: bool = False,
-) -> bytes:
-    """Draw a PNG with a panel per title: each row's success with its interval, its seeds and, if it
-    has one, its start.
+) -> Figure:
+    """Draw a panel per title: each row's success with its interval, its seeds and, if it has one,
+    its start.
     by_title: title -> (height, row, name of the number). names, places: of all rows, their names
     and heights (0 is the top). caption: text below. alike: all panels have the same axis.
     """
@@ -107,16 +110,16 @@ def success_png(
     figure.tight_layout(w_pad=1.2)
     caption = f"{caption} · small dots: seeds · bar: from the start"
     figure.text(0.5, 0.0, caption, fontsize=9, color=MUTED, ha="center", va="top")
-    return png_of(figure)
+    return figure
 
 
-def lines_png(
+def lines_figure(
     by_title: Mapping[str, Mapping[str, tuple[Sequence[float], Estimates]]],
     x_title: str,
     *,
     stepped: bool,
-) -> bytes:
-    """Draw a PNG of success against x: a panel per title, in it a line and a band per name.
+) -> Figure:
+    """Draw a figure of success against x: a panel per title, in it a line and a band per name.
     by_title: title -> name -> (x, success); stepped: success holds up to the next x.
     """
     names = list(dict.fromkeys(name for curves in by_title.values() for name in curves))
@@ -141,11 +144,11 @@ def lines_png(
     at = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0)}
     texts = list(map(drawn, lines))
     figure.legend(list(lines.values()), texts, ncols=4, frameon=False, fontsize=9, **at)
-    return png_of(figure)
+    return figure
 
 
-def curves_png(table: Table) -> bytes | None:
-    """Draw validation success against the cost of training as PNG: a line of panels per recipe or
+def curves_figure(table: Table) -> Figure | None:
+    """Draw validation success against the cost of training: a line of panels per recipe or
     group, a panel per kind of cost. None if no row has a curve.
     """
     from matplotlib.ticker import PercentFormatter
@@ -188,7 +191,7 @@ def curves_png(table: Table) -> bytes | None:
             if number == len(shown) - 1 and len(rows) > 1:
                 axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, fontsize=9)
     figure.tight_layout(w_pad=0.8, h_pad=0.8)
-    return png_of(figure)
+    return figure
 
 
 def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:

@@ -13,15 +13,18 @@ from typing import Any
 
 from agentgym.comparison.figures import (
     AXES,
+    Figure,
     RowJson,
     Table,
-    curves_png,
+    curves_figure,
     figures_of_rows,
-    lines_png,
+    lines_figure,
     sources,
-    success_png,
+    success_figure,
 )
+from agentgym.comparison.paper import table_csv, table_latex
 from agentgym.evaluation.intervals import FEWEST_SEEDS
+from agentgym.evaluation.report import png_of, svg_of
 from agentgym.pages import gain, label, points
 from agentgym.tracking.markdown import literal, markdown
 
@@ -133,8 +136,8 @@ def _mean(values: Sequence[float]) -> float | None:
 Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 
 
-def figures_of_grid(table: Table) -> dict[str, bytes | None]:
-    """Return end of the file name -> PNG of a table of environments; None: no data."""
+def figures_of_grid(table: Table) -> dict[str, Figure | None]:
+    """Return end of the file name -> figure of a table of environments; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
     by_env = {
         env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
@@ -142,10 +145,10 @@ def figures_of_grid(table: Table) -> dict[str, bytes | None]:
     }
     caption = f"{label(key)} · line: {100 * table['confidence']:g} % interval"
     return {
-        "": success_png(by_env, list(cells), range(len(cells)), caption, alike=True),
+        "": success_figure(by_env, list(cells), range(len(cells)), caption, alike=True),
         "_turns": _lines(cells, envs, "turns", "turns an episode may have"),
         "_pass": _lines(cells, envs, "pass_at", "k, of pass@k"),
-        "_curves": curves_png({**table, "rows": training_rows(table["rows"])}),
+        "_curves": curves_figure({**table, "rows": training_rows(table["rows"])}),
     }
 
 
@@ -188,7 +191,7 @@ def main_key(rows: Sequence[RowJson]) -> str:
 
 
 def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
-    """Return copies of the rows for `curves_png`: grouped by environment, named by method."""
+    """Return copies of the rows for `curves_figure`: grouped by environment, named by method."""
     envs = [row["environment"] for row in rows]
     alone = {env for env in envs if envs.count(env) == 1}  # the title is the row's name
     return [
@@ -203,7 +206,7 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
     ]
 
 
-def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | None:
+def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> Figure | None:
     """Draw a PNG of success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
     environment; None if no cell has two values. title: of the x axis.
     """
@@ -215,7 +218,7 @@ def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> bytes | 
         }
         for env in envs
     }
-    return lines_png(by_env, title, stepped=what == "turns") if any(by_env.values()) else None
+    return lines_figure(by_env, title, stepped=what == "turns") if any(by_env.values()) else None
 
 
 def _curve(row: RowJson, what: str) -> tuple[list[float], list[Mapping[str, float]]]:
@@ -323,14 +326,23 @@ def _grid_reading(table: Table) -> str:
 
 
 def result_files(table: Table) -> dict[str, bytes]:
-    """Return the files of a comparison, by file name: table (JSON and Markdown) and figures."""
+    """Return the files of a comparison by name: its table as JSON, Markdown, CSV and LaTeX, and its
+    figures as PNG and SVG.
+    """
     name = table["name"]
-    figures = figures_of_grid if table.get("environments") else figures_of_rows
-    pngs = figures(table) if table["rows"] else {}
+    drawn = figures_of_grid if table.get("environments") else figures_of_rows
+    figures = drawn(table) if table["rows"] else {}
     return {
         f"{name}.json": json.dumps(table, indent=1).encode() + b"\n",
         f"{name}.md": table_markdown(table).encode(),
-        **{f"{name}{end}.png": png for end, png in pngs.items() if png is not None},
+        f"{name}.csv": table_csv(table),
+        f"{name}.tex": table_latex(table),
+        **{
+            f"{name}{end}.{form}": written(figure)
+            for end, figure in figures.items()
+            if figure is not None
+            for form, written in (("png", png_of), ("svg", svg_of))
+        },
     }
 
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from agentgym.comparison.figures import COLOURS, lines_png
+from agentgym.comparison.figures import COLOURS, Figure, lines_figure
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.paired import (
     Curve,
@@ -25,7 +25,7 @@ from agentgym.evaluation.paired import (
 )
 from agentgym.evaluation.policies import PolicyName
 from agentgym.evaluation.record import EPISODES, find, read_episodes
-from agentgym.evaluation.report import GRID, MUTED, drawn, panels, png_of
+from agentgym.evaluation.report import GRID, MUTED, drawn, panels, png_of, svg_of
 from agentgym.evaluation.result import RESULT, Result, ResultError, Slot
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.pages import gain, percent, points, single_page
@@ -287,24 +287,23 @@ def table_markdown(versus: Json) -> str:
 
 
 def files(versus: Json) -> dict[str, bytes]:
-    """Return the figures as PNG and the page as HTML, by file name."""
-    figures = {
-        "differences.png": ("Differences", differences_png(versus)),
-        **{f"{name}.png": (caption, png) for name, caption, png in _curve_figures(versus)},
-    }
+    """Return the figures as PNG and SVG and the page as HTML, by file name."""
+    figures = [("differences", "Differences", differences_figure(versus)), *_curve_figures(versus)]
+    pngs = {name: png_of(figure) for name, _, figure in figures}
     page = single_page(
         "versus.html",
         title=" · ".join(result["name"] for result in versus["results"]),
         notes=[*map(sentence, versus["contrasts"]), *_notes(versus)],
         versus=versus,
-        figures=figures.values(),
+        figures=[(caption, pngs[name]) for name, caption, _ in figures],
         most=SHOWN_ITEMS,
     )
-    return {**{name: png for name, (_, png) in figures.items()}, PAGE: page}
+    svgs = {f"{name}.svg": svg_of(figure) for name, _, figure in figures}
+    return {**{f"{name}.png": png for name, png in pngs.items()}, **svgs, PAGE: page}
 
 
-def differences_png(versus: Json) -> bytes:
-    """Draw differences with intervals as PNG; a gray bar covers those too small to be detected."""
+def differences_figure(versus: Json) -> Figure:
+    """Draw differences with intervals; a gray bar covers those too small to be detected."""
     rows = [
         (f"{contrast['after']}\n{env}", row)
         for contrast in versus["contrasts"]
@@ -322,11 +321,13 @@ def differences_png(versus: Json) -> bytes:
     axes.set_yticks(range(len(rows)), [drawn(name) for name, _ in rows])
     axes.invert_yaxis()
     axes.set_xlabel(f"points of success over {drawn(versus['baseline'])}")
-    return png_of(figure)
+    return figure
 
 
-def _curve_figures(versus: Json) -> list[tuple[str, str, bytes]]:
-    """Return (file name without .png, caption, PNG) by environment: success by budget and by k."""
+def _curve_figures(versus: Json) -> list[tuple[str, str, Figure]]:
+    """Return (file name without ending, caption, figure) of success by budget and by k for each
+    environment.
+    """
     figures = []
     for env in versus["results"][0]["envs"]:
         by_name = {result["name"]: result["envs"][env] for result in versus["results"]}
@@ -339,16 +340,16 @@ def _curve_figures(versus: Json) -> list[tuple[str, str, bytes]]:
             }
             if curves:
                 caption = f"{env}: success against {AXES[axis]}"
-                png = lines_png({"": curves}, AXES[axis], stepped=True)
-                figures.append((f"{env}_{axis}", caption, png))
+                figure = lines_figure({"": curves}, AXES[axis], stepped=True)
+                figures.append((f"{env}_{axis}", caption, figure))
         for kind, sign in (("pass_at", "pass@k"), ("pass_hat", "pass^k")):
             curves = {
                 name: _over_k(numbers["pass_curves"].get(kind, ()))
                 for name, numbers in by_name.items()
             }
             if all(len(budgets) > 1 for budgets, _ in curves.values()):
-                png = lines_png({"": curves}, "k", stepped=False)
-                figures.append((f"{env}_{kind}", f"{env}: {sign}", png))
+                figure = lines_figure({"": curves}, "k", stepped=False)
+                figures.append((f"{env}_{kind}", f"{env}: {sign}", figure))
     return figures
 
 

@@ -189,6 +189,18 @@ def png_of(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
+def svg_of(figure: Any) -> bytes:
+    """Return the figure as SVG, without a date; equal ones give equal bytes."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "agentgym"}):
+        FigureCanvasSVG(figure)
+        figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    return buffer.getvalue()
+
+
 def drawn_by(png: bytes) -> tuple[str, bytes]:
     """Split a PNG into (name of the program that drew it, the PNG without that name).
     The name is empty if the PNG has none.

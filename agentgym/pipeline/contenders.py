@@ -26,11 +26,10 @@ from agentgym.evaluation.policies import (
     with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import begun, open_store, run_key, run_label, steps_of
+from agentgym.pipeline.table import begun, open_store, run_key, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
-from agentgym.steps.context import scores
 from agentgym.store.manifest import Manifest
 from agentgym.store.runstore import RunStore
 from agentgym.tracking.deliver import delivered_steps, tracker_of
@@ -214,65 +213,8 @@ def _model_folder(name: PolicyName) -> Path:
         raise ConfigError(f"policy {name.text} cannot be had from the Hub: {reason}") from None
 
 
-def export(
-    cfg: RunConfig,
-    name: str,
-    folder: Path,
-    *,
-    run: str = "",
-    best: bool = False,
-    adapter: bool = False,
-) -> Manifest:
-    """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
-    load, with a model card, lineage and digests. Large weights go to several files with an index.
-
-    run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
-    empty: the configured one.
-    best: export the commit that did best in validation (the first of equal ones), not the newest.
-    adapter: export the adapter alone, for `PeftModel.from_pretrained`; else merged weights.
-    Result: the commit. Errors: ConfigError if the folder exists or no commit has what is exported;
-    BlobMissing, DigestMismatch.
-    """
-    from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
-    from agentgym.pipeline.model_card import describe
-
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
-    store = open_store(cfg)
-    manifest = commit_of(cfg, store, name, run=run)
-    base_name = manifest.config["model"]["name"] or None
-    if best:
-        scored = scores(store, name, manifest.key)
-        if not scored:
-            raise ConfigError(f"step {name} has no commit that was validated")
-        seq = max(scored, key=lambda entry: entry[0])[1]
-        manifest = store.history(name, manifest.key)[seq]
-        if not store.has(manifest):
-            raise ConfigError(
-                f"the commit of step {name} that did best in validation, {seq}, has no weights any"
-                " more; train with store.keep_best=true"
-            )
-    if adapter:
-        trained = adapter_of(store, manifest)
-        if trained is None:
-            raise ConfigError(
-                f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
-                " without --adapter"
-            )
-        base = trained.base.manifest
-        if "sft_step" in base.state:  # weights that a warm start trained have no published name
-            base_name = None
-        save_adapter(folder, trained, base_name)
-    else:
-        save_pretrained(folder, store, manifest)
-    known = [key for key in delivered_steps(cfg) if run and key.startswith(run.removeprefix("r"))]
-    label = f"r{known[0][:12]}" if known else run_label(cfg)
-    describe(folder, cfg, store, manifest, label, base_name=base_name, is_adapter=adapter)
-    return manifest
-
-
 def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> Manifest:
-    """Return a step's newest commit. run: see `export`.
+    """Return a step's newest commit. run: see `agentgym.pipeline.export`.
     Errors: ConfigError for an unknown run or step, or if the commit has no weights.
     """
     from agentgym.models.checkpoint import has_weights

@@ -12,6 +12,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from fastapi import FastAPI, Request
@@ -220,3 +221,29 @@ def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
     with file.open("wb") as output:
         output.writelines(export(viewer, rows))
     return len(rows)
+
+
+def write_conversations(viewer: Viewer, query: Query, file: Path) -> tuple[int, int]:
+    """Write up to MOST_LINES episodes of a query to `file` in AgentGym's published layout, which
+    `agentgym data import-trajectories` reads. Return (number written, number left out).
+    It holds replies and observations alone. Left out are episodes without a turn or that cannot be
+    read, and repeated ones.
+    """
+    rows = viewer.lists.all(query, MOST_LINES)
+    written: dict[bytes, None] = {}
+    for line in export(viewer, rows):
+        row = json.loads(line)
+        if row.get("turns"):
+            item_id = f"{row['item']['env']}_{row['item']['task_id']}"
+            conversation = {"item_id": item_id, "conversations": [*_messages(row)]}
+            written[json.dumps(conversation).encode()] = None
+    write_whole(file, b"[" + b",\n ".join(written) + b"]\n")
+    return len(written), len(rows) - len(written)
+
+
+def _messages(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the messages of an episode's record, the first observation first."""
+    yield {"from": "human", "loss": None, "value": row["first_observation"]}
+    for turn in row["turns"]:
+        yield {"from": "gpt", "loss": True, "value": turn.get("reply") or turn["action"]}
+        yield {"from": "human", "loss": None, "value": turn["observation"]}

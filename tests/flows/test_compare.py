@@ -86,10 +86,8 @@ def test_a_failed_cell_is_named_and_the_others_are_in_the_table(compared):
         ("slow growing", "slow long"),
     ]
     assert {path.name for path in (compared.folder / "out").iterdir()} == {
-        "small.json",
-        "small.md",
-        "small.png",
-        "small_curves.png",
+        *("small.json", "small.md", "small.csv", "small.tex"),
+        *("small.png", "small.svg", "small_curves.png", "small_curves.svg"),
     }
     assert compared.processes() == []
 
@@ -255,7 +253,9 @@ def test_a_table_of_ones_own_stays_out_of_the_repositorys_results(
     (fresh.folder / "comparisons/small.yaml").write_text(yaml.safe_dump(SMALL, sort_keys=False))
     assert main(["comparisons/small.yaml", *words]) == 0
     assert written == [Path(folder)]
-    assert f"written to {folder}/small.json, .md and .png" in capsys.readouterr().out
+    assert (
+        f"written to {folder}/small.json, .md, .csv, .tex, .png and .svg" in capsys.readouterr().out
+    )
 
 
 def test_comparisons_of_the_repository_are_valid(pulled):

@@ -102,8 +102,8 @@ def test_a_table_is_told_as_text_and_figures(judged):
     _, found = judged
     assert json.loads(json.dumps(found)) == found
     files = result_files(found)
-    assert set(files) == {"one.json", "one.md", "one.png", "one_turns.png", "one_pass.png"} | {
-        "one_curves.png"
+    assert set(files) == {f"one.{end}" for end in ("json", "md", "csv", "tex")} | {
+        f"one{end}.{form}" for end in ("", "_turns", "_pass", "_curves") for form in ("png", "svg")
     }
     assert files["one.md"].decode() == table_markdown(found)
     assert "| grpo    | growing |" in table_markdown(found)

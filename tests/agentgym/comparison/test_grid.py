@@ -51,8 +51,10 @@ TABLE = {
     "contrasts": [
         {
             "environment": "babyai",
+            "a": "ppo babyai",
+            "b": "grpo babyai",
             "of": ["ppo", "grpo"],
-            "difference": {"avg_at_4": {"mean": 0.1, "low": 0.05, "high": 0.15}},
+            "difference": {"avg_at_4": {"mean": 0.1, "low": 0.05, "high": 0.15, "per_seed": [0.1]}},
             "limit": {"avg_at_4": ""},
             "shown": {"avg_at_4": True},
         }
@@ -77,7 +79,7 @@ def test_methods_are_lines_and_environments_columns():
     assert "Not in the table, because not done: ppo in textcraft seed 0." in text
     nothing = {**TABLE, "rows": [], "contrasts": []}
     assert table_markdown(nothing) == "# A few\n\nNo cell is done.\n"
-    assert set(result_files(nothing)) == {"few.json", "few.md"}
+    assert set(result_files(nothing)) == {f"few.{end}" for end in ("json", "md", "csv", "tex")}
 
 
 def test_starts_that_differ_are_in_no_line_of_their_own():
@@ -91,7 +93,9 @@ def test_starts_that_differ_are_in_no_line_of_their_own():
 def test_figures_are_drawn_where_there_is_something_to_draw_and_are_the_same_every_time():
     files = result_files(TABLE)
     assert set(files) == {
-        f"few{end}" for end in (".json", ".md", ".png", "_turns.png", "_pass.png", "_curves.png")
+        *(f"few.{end}" for end in ("json", "md", "csv", "tex")),
+        *(f"few{end}.png" for end in ("", "_turns", "_pass", "_curves")),
+        *(f"few{end}.svg" for end in ("", "_turns", "_pass", "_curves")),
     }
     assert all(files[name].startswith(b"\x89PNG") for name in files if name.endswith(".png"))
     assert files == result_files(TABLE)

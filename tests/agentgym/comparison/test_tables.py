@@ -5,6 +5,8 @@ import re
 
 from agentgym.comparison.tables import logged_tables, result_files, table_markdown
 
+TEXTS = ["few.json", "few.md", "few.csv", "few.tex"]
+
 
 def estimate(mean, spread=0.02, sd=0.01):
     return {
@@ -140,16 +142,18 @@ def test_one_seed_has_no_spread_and_what_is_not_done_is_named():
 
 def test_a_folder_gets_the_table_twice_and_its_figures():
     files = result_files(table(ROWS))
-    assert list(files) == ["few.json", "few.md", "few.png", "few_curves.png"]
+    figures = ["few.png", "few.svg", "few_curves.png", "few_curves.svg"]
+    assert list(files) == [*TEXTS, *figures]
+    assert all(b"<svg" in files[name] for name in files if name.endswith("svg"))
     assert json.loads(files["few.json"]) == table(ROWS)
     assert all(files[name].startswith(b"\x89PNG") for name in files if name.endswith("png"))
-    assert list(result_files(table([]))) == ["few.json", "few.md"]
+    assert list(result_files(table([]))) == TEXTS
 
 
 def test_figures_depend_on_nothing_but_the_table():
     assert result_files(table(ROWS)) == result_files(table(ROWS))
     without = table([row("grpo", "long", 0.9, curves=False)])
-    assert list(result_files(without)) == ["few.json", "few.md", "few.png"]
+    assert list(result_files(without)) == [*TEXTS, "few.png", "few.svg"]
 
 
 def test_names_from_a_file_are_no_markup_of_the_table():

@@ -90,6 +90,7 @@ def test_the_page_is_one_file_without_script_or_network_and_escapes_names(found)
     assert "plain &lt;b&gt;" in page
     assert not re.search(r"(src|href)=.https?:", page)
     assert {"differences.png", "babyai_turns.png", "babyai_tokens.png"} <= written.keys()
+    assert {"differences.svg", "babyai_turns.svg", "babyai_tokens.svg"} <= written.keys()
     assert json.loads(json.dumps(found, allow_nan=False)) is not None
 
 

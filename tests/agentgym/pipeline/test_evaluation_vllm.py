@@ -12,7 +12,7 @@ import pytest
 from agentgym.config import load_config
 from agentgym.deploy.owned import owned_process, tail
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.pipeline.contenders import export
+from agentgym.pipeline.export import export
 from agentgym.pipeline.policy_evaluation import evaluate_policy
 from agentgym.rollouts.policies.engine_settings import ENVIRONMENT
 

@@ -13,8 +13,7 @@ from agentgym.config import load_config
 from agentgym.evaluation.history import History
 from agentgym.models import checkpoint
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
-from agentgym.pipeline.contenders import export
-from agentgym.pipeline.model_card import card_of, lineage_of
+from agentgym.pipeline.export import card_of, export, lineage_of
 from agentgym.pipeline.table import finished, open_store, run_key
 
 pytestmark = pytest.mark.integration

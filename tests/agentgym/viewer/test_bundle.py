@@ -6,9 +6,10 @@ import zipfile
 
 from starlette.testclient import TestClient
 
+from agentgym.data.trajectories import read_file
 from agentgym.records import from_json
 from agentgym.viewer.app import make_app
-from agentgym.viewer.bundle import write_bundle, write_lines
+from agentgym.viewer.bundle import write_bundle, write_conversations, write_lines
 from agentgym.viewer.query import Query
 from tests.agentgym.viewer.conftest import KEPT, SCRIPT, episode, failed
 
@@ -28,6 +29,23 @@ def test_json_lines_are_the_records_with_where_they_lie(made, view, tmp_path):
     assert from_json(told) == own
     answer = TestClient(make_app(viewer)).get("/export.jsonl?success=yes")
     assert answer.text.splitlines() == [line]
+
+
+def test_conversations_in_agentgyms_layout_are_read_again_with_the_same_replies(
+    made, view, tmp_path
+):
+    episodes = [episode(0), episode(7)]
+    made.add([*episodes, failed(2)])
+    file = tmp_path / "out/episodes.json"
+    written, left_out = write_conversations(view(), Query({"success": ("yes",)}), file)
+    rows, recorded, refused = read_file(file)
+    assert (written, left_out, refused) == (len(rows), len(episodes) - len(rows), [])
+    replies = {each.item.item_id: each.replies for each in recorded}
+    for each in episodes:
+        assert replies[each.item.item_id] == tuple(t.reply or t.action for t in each.turns)
+    first = rows[0]["conversations"]
+    assert first[0]["value"] == episodes[0].first_observation
+    assert [message["from"] for message in first[:3]] == ["human", "gpt", "human"]
 
 
 def test_a_line_that_cannot_be_read_says_so_and_the_others_are_there(made, view, tmp_path):

@@ -1,7 +1,7 @@
-"""Files beside exported weights: a model card for the Hugging Face Hub, lineage, and digests.
+"""Export of weights as a folder, with a model card for the Hugging Face Hub, lineage and digests.
 
-They are made from the store alone and hold no times: the same step gives the same bytes until it is
-evaluated or judged again.
+These are made from the store alone and hold no times: the same step gives the same bytes until it
+is evaluated or judged again.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from agentgym.config import RunConfig
+from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.history import History, Version
 from agentgym.evaluation.result import CLOCK, RESULT, Result
 from agentgym.models.checkpoint import policy_digest
 from agentgym.pages import estimate, label, percent
+from agentgym.pipeline.contenders import commit_of
 from agentgym.pipeline.stored_config import find_run
+from agentgym.pipeline.table import open_store, run_label
 from agentgym.pipeline.versions import (
     ancestors,
     data_of,
@@ -26,8 +28,10 @@ from agentgym.pipeline.versions import (
     evaluations_of,
     step_of,
 )
+from agentgym.steps.context import scores
 from agentgym.store.manifest import BlobMissing, Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
+from agentgym.tracking.deliver import delivered_steps
 from agentgym.tracking.markdown import literal, markdown
 from agentgym.tracking.registry import file_digests
 
@@ -45,6 +49,62 @@ from transformers import AutoModelForCausalLM
 
 base = AutoModelForCausalLM.from_pretrained("BASE")
 model = PeftModel.from_pretrained(base, "FOLDER")"""
+
+
+def export(
+    cfg: RunConfig,
+    name: str,
+    folder: Path,
+    *,
+    run: str = "",
+    best: bool = False,
+    adapter: bool = False,
+) -> Manifest:
+    """Write the newest commit of a step to `folder`, in files that transformers, vLLM and others
+    load, with a model card, lineage and digests. Large weights go to several files with an index.
+
+    run: one that was started with this state folder, for example r3d1c27a5b9e0 or its beginning;
+    empty: the configured one.
+    best: export the commit that did best in validation (the first of equal ones), not the newest.
+    adapter: export the adapter alone, for `PeftModel.from_pretrained`; else merged weights.
+    Result: the commit. Errors: ConfigError if the folder exists or no commit has what is exported;
+    BlobMissing, DigestMismatch.
+    """
+    from agentgym.models.checkpoint import adapter_of, save_adapter, save_pretrained
+
+    if folder.exists():
+        raise ConfigError(f"{folder} exists; name a folder that does not, or remove it")
+    store = open_store(cfg)
+    manifest = commit_of(cfg, store, name, run=run)
+    base_name = manifest.config["model"]["name"] or None
+    if best:
+        scored = scores(store, name, manifest.key)
+        if not scored:
+            raise ConfigError(f"step {name} has no commit that was validated")
+        seq = max(scored, key=lambda entry: entry[0])[1]
+        manifest = store.history(name, manifest.key)[seq]
+        if not store.has(manifest):
+            raise ConfigError(
+                f"the commit of step {name} that did best in validation, {seq}, has no weights any"
+                " more; train with store.keep_best=true"
+            )
+    if adapter:
+        trained = adapter_of(store, manifest)
+        if trained is None:
+            raise ConfigError(
+                f"step {name} commit {manifest.seq} holds whole weights and no adapter; export it"
+                " without --adapter"
+            )
+        base = trained.base.manifest
+        if "sft_step" in base.state:  # weights that a warm start trained have no published name
+            base_name = None
+        save_adapter(folder, trained, base_name)
+    else:
+        save_pretrained(folder, store, manifest)
+    known = [key for key in delivered_steps(cfg) if run and key.startswith(run.removeprefix("r"))]
+    label = f"r{known[0][:12]}" if known else run_label(cfg)
+    describe(folder, cfg, store, manifest, label, base_name=base_name, is_adapter=adapter)
+    return manifest
 
 
 def describe(
