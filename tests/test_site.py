@@ -169,6 +169,7 @@ def test_a_broken_link_and_a_broken_anchor_fail_the_build(tmp_path):
     (tmp_path / "NEW.md").write_text(
         "# New\n\n[a](docs/nowhere.md) [b](docs/concepts/gate.md#nowhere)\n"
     )
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
     code, said = build(tmp_path, tmp_path / "site")
     assert code == 1
     assert "contains a link 'docs/nowhere.md', but the target is not found" in said

@@ -160,7 +160,7 @@ def versus(
     identities: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
 ) -> Versus:
     """Return the paired comparison of the results of two evaluation steps, rows of the index.
-    identities: settings of both, from `Bodies.identity`.
+    identities: settings of both, from `identity_of`.
     If they differ, or no slot counts in both, `why_not` has the reason and no decision is made.
     """
     rows = reader.execute(

@@ -45,6 +45,10 @@ SEEN_ELSEWHERE = {
     "python -m flows.pipeline warm_start.source=": "tests/agentgym/data/test_trajectories.py",
     "agentgym export stage-3 my-adapter --adapter": "tests/agentgym/training/test_lora.py",
     "agentgym export STEP FOLDER --adapter": "tests/agentgym/training/test_lora.py",
+    "agentgym new": "tests/agentgym/commands/test_new.py",
+    "agentgym data make": "tests/agentgym/pipeline/test_item_lists.py",
+    "agentgym config algorithm --set algorithm.recipe=median": "tests/test_tutorials.py",
+    "agentgym play --env NAME": "tests/test_tutorials.py",
     "python -m envs identities": "tests/envs/test_main.py",  # it reads tasks from standard input
 }
 # pages that test_adding.py and test_tutorials.py follow word by word

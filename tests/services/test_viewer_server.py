@@ -39,5 +39,5 @@ def test_it_answers_its_owner_alone_and_ends_with_its_owner(tmp_path):
             with pytest.raises(urllib.error.HTTPError, match="401"):
                 get(f"{address}/")
             with get(f"{address}/", "agentgym:secret") as page:
-                assert b"<h1>Runs</h1>" in page.read()
+                assert b"<h1>Runs and evaluations</h1>" in page.read()
                 assert page.headers["content-security-policy"].startswith("default-src 'self'")

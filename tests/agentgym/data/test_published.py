@@ -161,7 +161,7 @@ def test_wrong_revisions_places_and_folders_are_one_line_and_leave_nothing(
         said = capsys.readouterr().err
         assert said.startswith("error: ")
         assert expected in said
-        assert said.count("\n") == 1
+        assert said.count("\n") == 2  # the error, and its page
     assert [
         path
         for path in dvc_project.rglob("*")

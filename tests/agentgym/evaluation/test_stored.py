@@ -20,6 +20,7 @@ from agentgym.pipeline.table import finished, open_store
 from agentgym.pipeline.versions import play_anew, promote
 from agentgym.records import TRAJECTORIES
 from agentgym.store.manifest import Blob
+from agentgym.viewer.names import identity_of
 from agentgym.viewer.study_page import versus as viewed
 from agentgym.viewer.viewer import Viewer
 
@@ -174,7 +175,7 @@ def test_the_viewer_and_the_command_decide_alike(cfg):
         viewer.refresh()
         steps = {step["name"]: step for step in viewer.bodies.steps().values()}
         both = [steps[f"evaluate-{name}"] for name in ("initialize", "stage-2")]
-        asked = tuple(viewer.bodies.identity(step) for step in both)
+        asked = tuple(identity_of(step) for step in both)
         found = asdict(viewed(viewer.index.reader, *both, asked).decisions["babyai"])
     finally:
         viewer.close()

@@ -64,7 +64,7 @@ def test_an_evaluation_of_a_broken_folder_ends_in_one_line_and_code_2(
     damage(folder)
     params = tiny_params(tmp_path / "run")
     code = main(["evaluate", str(folder), "--params", str(params)])
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if "error" in each]
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "error: " in each]
     assert line.startswith("error: ")
     assert told in line, line
     assert code == 2
@@ -87,7 +87,7 @@ def test_a_run_of_a_broken_folder_ends_in_one_line_and_code_2(folder, name, prep
     damage(folder)
     model = f"model.name={folder}"
     code = main(["step", "initialize", "--params", str(prepared), "--set", model])
-    (line,) = [each for each in capsys.readouterr().err.splitlines() if "error" in each]
+    (line,) = [each for each in capsys.readouterr().err.splitlines() if "error: " in each]
     assert line.startswith("error: ")
     assert told in line, line
     assert code == 2

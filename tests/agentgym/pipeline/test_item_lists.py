@@ -67,7 +67,7 @@ def test_bad_input_is_one_error_and_writes_nothing(robot, capsys, words, said):
     assert made(*words, "--out", "lists") == 2
     error = capsys.readouterr().err
     assert said in error
-    assert error.count("\n") == 1
+    assert error.count("\n") == 2  # the error, and its page
     assert not os.path.exists("lists")
 
 

@@ -45,7 +45,7 @@ def test_a_clone_without_the_weights_is_told_what_is_missing_and_how_to_get_it(
     assert "set store.uri to a store that you share with the person who made them" in said
     assert f"copy that machine's {tmp_path}/run/store to {mine}" in said
     assert "`dvc repro --force` trains, like the first time" in said
-    assert len(said.splitlines()) == 1
+    assert len(said.splitlines()) == 2  # the error, and its page
     assert not out.exists()
 
 

@@ -46,7 +46,7 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     assert "skip" not in capsys.readouterr().out  # without the name it is another run
     assert main(["plan", run, *options]) == 0
     planned = capsys.readouterr().out.splitlines()
-    assert planned[0] == f"run {run}"
+    assert planned[0].startswith(f"run {run}, all steps are done in ")
     assert {line.split()[0] for line in planned[1:] if line.startswith("  ")} == {"skip"}
     few = ["--episodes", "1", "--rescore", "1"]
     assert main(["audit", run, *few, *options]) == 0, capsys.readouterr().out
@@ -102,12 +102,12 @@ def test_of_a_run_of_an_earlier_version_the_error_says_which_overrides_are_missi
     assert main(["audit", run, *options]) == 2
     said = capsys.readouterr().err
     assert f"run {run} is not the run of this configuration and source" in said
-    missing = said.partition("settings that are missing here: add ")[2]
+    missing = said.splitlines()[0].partition("settings that are missing here: add ")[2]
     missing = shlex.split(missing)
     assert "optimizer.warmup_steps=1" in missing
     assert "deterministic=true" in missing
     assert main(["plan", run, *options, *missing]) == 0, capsys.readouterr().err
-    assert capsys.readouterr().out.startswith(f"run {run}\n")
+    assert capsys.readouterr().out.startswith(f"run {run}, ")
 
 
 def test_an_override_that_says_otherwise_than_the_run_is_refused_and_named(bare, capsys):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -84,9 +85,14 @@ def test_what_is_exported_and_registered_is_merged_and_the_adapter_alone_is_peft
         words = ["export", words[0], str(tmp_path / name), *words[1:], *params]
         assert main(words) == 0
     assert {each.name for each in (tmp_path / "adapter").iterdir()} == {
+        "README.md",
+        "SHA256SUMS",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "lineage.json",
     }
+    card = ModelCard.load(tmp_path / "adapter/README.md").data
+    assert (card.library_name, card.base_model) == ("peft", None)  # no published name
     store = open_store(cfg)
     ours = load_checkpoint(store, finished(cfg, store)["stage-2"]).model.state_dict()
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
