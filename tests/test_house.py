@@ -117,14 +117,14 @@ def test_no_code_asks_what_a_step_is_called():
 
 # upper bounds on the lines of Python in each folder
 SIZES = {
-    "agentgym": 51_350,
+    "agentgym": 51_470,
     "benchmarks": 9_500,
     "envs": 11_030,
     "flows": 995,
     "services": 1_985,
     "sites": 3_900,
     "tasks": 635,
-    "tests": 67_150,
+    "tests": 67_270,
 }
 
 

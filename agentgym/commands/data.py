@@ -72,7 +72,7 @@ def _keep(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     store = open_store(cfg)
     digest = keep_data(cfg, store)
-    say(f"{store.root} has them; elsewhere:\n--set data.digest={digest}")
+    say(f"{store.root} has them; elsewhere set data.digest to\n{digest}")
     return 0
 
 
