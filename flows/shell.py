@@ -29,7 +29,7 @@ from agentgym.pipeline.forecast import forecast
 from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm, export_report
 from agentgym.pipeline.stored_config import how_to_find, keep_run
-from agentgym.pipeline.table import finished, open_store, run_key, steps_of
+from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 from agentgym.private import STATE, private_state
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.pools import check_env_servers
@@ -240,7 +240,7 @@ def summarise(
     for name, manifest in done.items():
         seconds[_part(steps[name], before)] += manifest.timings.get("wall_s", 0.0)
     registered = of_kind[Kind.REGISTER].results
-    run = f"r{run_key(cfg)[:12]}"
+    run = run_label(cfg)
     rows = {"time": " · ".join(f"{part} {value:.0f} s" for part, value in seconds.items())}
     if pace_s is not None:
         multiple = sum(seconds.values()) / pace_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -131,7 +130,9 @@ def _say_holder(cfg: RunConfig, version: Version | None) -> None:
 
 
 def _lines(entry: Entry) -> list[str]:
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.at))
+    from agentgym.pages import moment
+
+    when = moment(entry.at)
     before, after = (model.number if model else "-" for model in (entry.before, entry.after))
     moved = f"{before} -> {after}" if entry.moved else f"stays {after}"
     kind = entry.verdict or entry.kind

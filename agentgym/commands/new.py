@@ -77,7 +77,7 @@ def _recipe(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _check_name(kind: str, name: str, separators: str, is_taken: Callable[[], bool]) -> None:
     """Raise ConfigError for a name that the package or its module cannot have."""
     if not re.fullmatch(rf"[a-z][a-z0-9]*([{separators}][a-z0-9]+)*", name):
-        between = " or ".join(f'"{each}"' for each in separators)
+        between = " or ".join(f'"{separator}"' for separator in separators)
         raise ConfigError(
             f"{name!r} is no name of a new {kind}: expected small letters and digits, with"
             f" {between} between words, for example two-words"
@@ -85,8 +85,8 @@ def _check_name(kind: str, name: str, separators: str, is_taken: Callable[[], bo
     if is_taken():
         raise ConfigError(f"{kind} {name} exists already; choose another name")
     module = name.replace("-", "_")
-    found = importlib.util.find_spec(module)
-    if keyword.iskeyword(module) or (found is not None and found.origin is not None):
+    installed = importlib.util.find_spec(module)
+    if keyword.iskeyword(module) or (installed is not None and installed.origin is not None):
         raise ConfigError(
             f"{name}: the package's module would be {module}, which is a word or a module of"
             " Python or of an installed package; choose another name"

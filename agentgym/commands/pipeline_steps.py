@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
-import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -114,19 +112,14 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 def _next_command(cfg: RunConfig, arguments: argparse.Namespace) -> str:
     """Return the command of the first step that is not done, or the audit of the whole run."""
-    from agentgym.pipeline.stored_config import PARAMS
-    from agentgym.pipeline.table import finished, open_store, steps_of
+    from agentgym.pipeline.stored_config import how_to_find
+    from agentgym.pipeline.table import finished, open_store, run_label, steps_of
 
+    run, options = run_label(cfg), how_to_find(arguments.params, arguments.set, cfg)
     done = finished(cfg, open_store(cfg))
     missing = next((name for name in steps_of(cfg) if name not in done), "")
-    words = ["agentgym", *(("step", missing) if missing else ("audit",))]
-    if arguments.of_run:
-        words += ["--run", arguments.of_run] if missing else [arguments.of_run]
-    if arguments.params != PARAMS:
-        words += ["--params", arguments.params]
-    for override in arguments.set:
-        words += ["--set", override]
-    return shlex.join(words)
+    command = f"step {missing} --run {run}" if missing else f"audit {run}"
+    return f"agentgym {command}{options}"
 
 
 def _stored(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -154,10 +147,11 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.pages import moment
     from agentgym.pipeline.forecast import forecast, usual_pretrained
     from agentgym.pipeline.plan import commit_bytes, num_commits, plan
     from agentgym.pipeline.stored_config import find_run, require_run
-    from agentgym.pipeline.table import open_store, run_key
+    from agentgym.pipeline.table import open_store, run_label
 
     run_name = arguments.of_run
     if run_name and find_run(open_store(cfg), run_name) is None:
@@ -173,7 +167,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     defaults = usual_pretrained(cfg) if cfg.model.source == "hub" else []
     if arguments.json:
         tree = {
-            "run": f"r{run_key(cfg)[:12]}",
+            "run": run_label(cfg),
             "steps": [asdict(step) for step in steps],
             "forecast": cost and {**asdict(cost), "num_commits": num_commits(cfg)},
             "pretrained": [asdict(default) for default in defaults],
@@ -183,9 +177,8 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     store, names = open_store(cfg), {step.name for step in steps}
     compared = f"{'all steps are done' if is_done else 'compared with the newest steps'} in"
     last = next((head for head in reversed(store.heads()) if head.step in names), None)
-    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(last.created_at)) if last else ""
-    newest = f"{last.step} {last.digest[:12]} of {when}" if last else "none"
-    say(f"run r{run_key(cfg)[:12]}, {compared} {store.root}; last commit: {newest}", indent=2)
+    newest = f"{last.step} {last.digest[:12]} of {moment(last.created_at)}" if last else "none"
+    say(f"run {run_label(cfg)}, {compared} {store.root}; last commit: {newest}", indent=2)
     for step in steps:
         say(f"  {step.action:<7}{step.name:<22}{step.why}", indent=31)
     if unknown:

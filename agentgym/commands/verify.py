@@ -85,7 +85,13 @@ def _add_compare(commands: Commands) -> None:
         " comparisons/default.yaml) and overrides, as for flows.compare",
     )
     compare.add_argument("--confidence", type=float, help="of results (default: the protocol's)")
-    compare.add_argument("--out", type=Path, metavar="FOLDER", help="page and figures of results")
+    compare.add_argument(
+        "--out",
+        type=Path,
+        metavar="FOLDER",
+        help="of files to write: page and figures of results; table and figures of a comparison, as"
+        " Markdown, JSON, LaTeX, CSV, PNG and SVG",
+    )
     compare.add_argument("--json", action="store_true")
     compare.add_argument("--params", help="whose store has the results (default: params.yaml)")
 
@@ -164,12 +170,16 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     from agentgym.comparison.described import file_and_overrides, load_comparison
     from agentgym.comparison.matrix import cells_of
     from agentgym.comparison.results import read_rows, table
-    from agentgym.comparison.tables import table_markdown
+    from agentgym.comparison.tables import result_files, table_markdown
+    from agentgym.store.posix import write_whole
 
     file, overrides = file_and_overrides(arguments.words)
     comparison = load_comparison(file)
     cells = cells_of(comparison, (*overrides, *arguments.set))
     result = table(comparison, cells, *read_rows(cells))
+    if arguments.out is not None:
+        for name, content in result_files(result).items():
+            write_whole(arguments.out / name, content)
     say(
         json.dumps(result, indent=1) if arguments.json else table_markdown(result),
         end="\n" if arguments.json else "",

@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from agentgym.commands.parser import Commands
@@ -18,7 +19,7 @@ from agentgym.defaults import VIEWER_PORT as PORT
 def add(commands: Commands) -> None:
     view = commands.add("view", _view, "pages of what agents did, in a browser")
     view.add_argument(
-        "runs", nargs="*", metavar="RUN", help="beginnings of names of runs to list (default: all)"
+        "runs", nargs="*", metavar="RUN", help="beginnings of names of runs (default: all)"
     )
     view.add_argument(
         "--host",
@@ -54,8 +55,8 @@ def add(commands: Commands) -> None:
         "--agentgym",
         type=Path,
         metavar="FILE",
-        help="write replies and observations in AgentGym's layout, as `agentgym data"
-        " import-trajectories` reads them, and end",
+        help="write them as trajectories in AgentGym's published layout, which `agentgym data"
+        " import-trajectories` reads, and end",
     )
 
 
@@ -73,6 +74,11 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     with contextlib.closing(Viewer.open(cfg)) as viewer:
         if viewer.index.writes:
             viewer.refresh()
+        if arguments.runs:
+            runs = viewer.lists.runs(tuple(arguments.runs))
+            if not runs:
+                raise ConfigError(f"no run of this store begins with {' or '.join(arguments.runs)}")
+            query = replace(query, facets={**query.facets, "run": runs})
         if arguments.bundle is not None:
             count = write_bundle(viewer, query, arguments.bundle)
             say(f"{count} episodes: {arguments.bundle / 'index.html'}")
@@ -80,12 +86,15 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             say(f"{write_lines(viewer, query, arguments.jsonl)} episodes: {arguments.jsonl}")
         if arguments.agentgym is not None:
             count, left_out = write_conversations(viewer, query, arguments.agentgym)
-            say(f"{count} episodes: {arguments.agentgym}; {left_out} repeated or empty left out")
+            say(
+                f"{count} trajectories: {arguments.agentgym}; left out, because they repeat another"
+                f" or cannot be imported: {left_out}"
+            )
     return 0
 
 
 def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    if any(file is not None for file in (arguments.bundle, arguments.jsonl, arguments.agentgym)):
+    if any(path is not None for path in (arguments.bundle, arguments.jsonl, arguments.agentgym)):
         return _take_away(cfg, arguments)
     import uvicorn
 

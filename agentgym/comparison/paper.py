@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentgym.comparison.figures import Table
-from agentgym.pages import label
+from agentgym.pages import gain, label, spread
 
 FIELDS = ("kind", "name", "environment", "metric", "mean", "low", "high", "sd", "per_seed")
 _LATEX = {
@@ -34,7 +34,7 @@ def table_csv(table: Table) -> bytes:
     output = io.StringIO()
     writer = csv.DictWriter(output, FIELDS, lineterminator="\n")
     writer.writeheader()
-    for kind, name, environment, estimates in _numbers(table):
+    for kind, name, environment, estimates in numbers(table):
         for metric, estimate in estimates.items():
             parts = {part: estimate.get(part) for part in ("mean", "low", "high", "sd")}
             texts = {"kind": kind, "name": name, "environment": environment, "metric": metric}
@@ -64,9 +64,9 @@ def table_latex(table: Table) -> bytes:
     lines = []
     for row in rows:
         cells = [row["name"], *([row.get("environment", "")] if grid else [])]
-        cells += [_success(row["success"].get(key)) for key in keys]
+        cells += [spread(row["success"][key]) if key in row["success"] else "" for key in keys]
         if has_gain:
-            cells.append(_interval(row.get("gain", {}).get(average), sign="+"))
+            cells.append(gain(row["gain"][average]) if "gain" in row else "")
         lines.append(cells)
     columns = "l" * (2 if grid else 1) + "r" * (len(head) - (2 if grid else 1))
     return "\n".join(
@@ -84,28 +84,16 @@ def table_latex(table: Table) -> bytes:
     ).encode()
 
 
-def _numbers(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
-    """Yield (kind, name, environment, metric -> estimate) of all rows and contrasts."""
+def numbers(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
+    """Yield (kind, name, environment, metric -> estimate) of all rows and contrasts. kind: success,
+    start, gain or difference; a row without a start or a gain has no metrics of it.
+    """
     for row in table["rows"]:
         for kind in ("success", "start", "gain"):
             yield kind, row["name"], row.get("environment", ""), row.get(kind, {})
     for contrast in table["contrasts"]:
         name, environment = f"{contrast['a']} - {contrast['b']}", contrast.get("environment", "")
         yield "difference", name, environment, contrast["difference"]
-
-
-def _success(estimate: Mapping[str, Any] | None) -> str:
-    if estimate is None:
-        return ""
-    spread = "" if estimate.get("sd") is None else f" ± {100 * estimate['sd']:.1f}"
-    return f"{100 * estimate['mean']:.1f}{spread}"
-
-
-def _interval(estimate: Mapping[str, Any] | None, *, sign: str) -> str:
-    if estimate is None:
-        return ""
-    mean, low, high = (f"{100 * estimate[part]:{sign}.1f}" for part in ("mean", "low", "high"))
-    return f"{mean} [{low}, {high}]".replace("-", "−")
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -351,9 +351,9 @@ def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
         starts = start.per_item if start else None
         families, step = after.table.families, points[-1].step if points else 0
         means = {f"eval/{key}": float(np.nanmean(after.per_item[key])) for key in after.keys}
-        found = (Point(step, round(1000 * answers[cell.until].created_at), means),)
+        summary = (Point(step, round(1000 * answers[cell.until].created_at), means),)
         return CellResult(
-            cell, after.per_item, starts, curve, cost, tuple(points), found, families, after
+            cell, after.per_item, starts, curve, cost, tuple(points), summary, families, after
         )
     evaluation = completed[cell.evaluation]
     baseline = evaluation.results.get("paired", {}).get("baseline")

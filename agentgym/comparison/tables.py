@@ -22,10 +22,10 @@ from agentgym.comparison.figures import (
     sources,
     success_figure,
 )
-from agentgym.comparison.paper import table_csv, table_latex
+from agentgym.comparison.paper import numbers, table_csv, table_latex
 from agentgym.evaluation.intervals import FEWEST_SEEDS
 from agentgym.evaluation.report import png_of, svg_of
-from agentgym.pages import gain, label, points
+from agentgym.pages import gain, label, points, spread
 from agentgym.tracking.markdown import literal, markdown
 
 # distance from 1 (ceiling) or 0 (floor): if both rows of a contrast are nearer, their difference
@@ -49,9 +49,9 @@ def _results(rows: Sequence[RowJson]) -> str:
     for row in rows:
         start = row.get("start")
         if start is not None and start != shown_start:
-            lines.append(["*start*", "", *(spread_of(start[key]) for key in keys), "", "", "", ""])
+            lines.append(["*start*", "", *(spread(start[key]) for key in keys), "", "", "", ""])
             shown_start = start
-        spreads = [spread_of(row["success"][key]) for key in keys]
+        spreads = [spread(row["success"][key]) for key in keys]
         lines.append([*titles_of(row, row["name"]), *spreads, *_gains(row, average)])
     return markdown(head, lines, right=2)
 
@@ -122,11 +122,6 @@ def _reading(table: Table) -> str:
         " of the training process, mean over seeds, without environment servers, validation and"
         " evaluation."
     )
-
-
-def spread_of(estimate: Mapping[str, Any]) -> str:
-    deviation = "" if estimate["sd"] is None else f" ± {100 * estimate['sd']:.1f}"
-    return f"{100 * estimate['mean']:.1f}{deviation}"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -207,7 +202,7 @@ def training_rows(rows: Sequence[RowJson]) -> list[RowJson]:
 
 
 def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> Figure | None:
-    """Draw a PNG of success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
+    """Draw success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
     environment; None if no cell has two values. title: of the x axis.
     """
     by_env = {
@@ -250,7 +245,7 @@ def _success(key: str) -> Callable[[RowJson], str]:
 
 def _with_interval(estimate: Mapping[str, Any]) -> str:
     low, high = 100 * estimate["low"], 100 * estimate["high"]
-    return f"{spread_of(estimate)} [{low:.1f}, {high:.1f}]"
+    return f"{spread(estimate)} [{low:.1f}, {high:.1f}]"
 
 
 def _starts(rows: Sequence[RowJson], key: str) -> dict[str, str] | None:
@@ -394,11 +389,10 @@ def logged_metrics(table: Table) -> dict[str, float]:
     """Return success and gain of each row and the difference of each contrast, averaged over
     samples, with the bounds of their intervals, as metrics `success/ROW`, `success_low/ROW` etc.
     """
-    named = [(row["name"], "success", row["success"]) for row in table["rows"]]
-    named += [(row["name"], "gain", row["gain"]) for row in table["rows"] if "gain" in row]
-    named += [(f"{c['a']} - {c['b']}", "difference", c["difference"]) for c in table["contrasts"]]
     metrics = {}
-    for name, kind, estimates in named:
+    for kind, name, _, estimates in numbers(table):
+        if kind == "start" or not estimates:
+            continue
         shown = re.sub(r"[^A-Za-z0-9_. :/-]", "_", name)  # MLflow takes no other characters
         average = next(estimate for key, estimate in estimates.items() if key.startswith("avg"))
         for part, end in (("mean", ""), ("low", "_low"), ("high", "_high")):

@@ -138,6 +138,12 @@ def estimate(row: Mapping[str, float]) -> str:
     return f"{mean} [{low}, {high}]"
 
 
+def spread(row: Mapping[str, Any]) -> str:
+    """Format a share (row: `mean`, `sd` or None) in percent: `50.0 ± 2.0`."""
+    deviation = "" if row["sd"] is None else f" ± {100 * row['sd']:.1f}"
+    return f"{100 * row['mean']:.1f}{deviation}"
+
+
 def gain(row: Mapping[str, float]) -> str:
     """Format a difference (row: `mean`, `low`, `high`) in points: `+2.0 [−1.0, +5.0]`."""
     return f"{points(row['mean'])} [{points(row['low'])}, {points(row['high'])}]"

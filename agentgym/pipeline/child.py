@@ -59,8 +59,8 @@ def run_command(
                 raise RuntimeError(f"{title} did not end within {TIMEOUT_S:g} s\n{tail(log_path)}")
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
-        said, page = _ending(log_path)
-        error = kind(f"{title}: {said}; its log is {log_path}")
+        line, page = _ending(log_path)
+        error = kind(f"{title}: {line}; its log is {log_path}")
         if page:
             error.add_note(page)
         raise error

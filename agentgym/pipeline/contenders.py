@@ -219,7 +219,12 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
     """
     from agentgym.models.checkpoint import has_weights
 
-    heads = _steps_of_run(cfg, store, run, name) if run else _configured(cfg, store, name)
+    steps = delivered_steps(cfg).get(key_of_run(cfg, run)) if run else None
+    heads = (
+        _configured(cfg, store, name)
+        if steps is None
+        else {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}
+    )
     manifest = heads.get(name)
     if manifest is None or not has_weights(manifest):
         having = [step for step, head in heads.items() if has_weights(head)]
@@ -238,17 +243,18 @@ def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifes
     return begun(cfg, store)
 
 
-def _steps_of_run(cfg: RunConfig, store: RunStore, run: str, name: str) -> dict[str, Manifest]:
-    """Return step -> newest commit of a run that was delivered from this state folder, or of the
-    configured run. Errors: ConfigError if not exactly one run has this name.
+def key_of_run(cfg: RunConfig, run: str) -> str:
+    """Return the first digits, 16 or more, of the key of a run that was delivered from this state
+    folder, or of the configured run.
+    run: the beginning of its name; empty: the configured run.
+    Errors: ConfigError if not exactly one run has this name.
     """
     known = delivered_steps(cfg)
     matching = [key for key in known if key.startswith(run.removeprefix("r"))]
-    if not matching and run_key(cfg).startswith(run.removeprefix("r")):
-        return _configured(cfg, store, name)
+    if not run or (not matching and run_key(cfg).startswith(run.removeprefix("r"))):
+        return run_key(cfg)
     if len(matching) != 1:
         there = ", ".join(f"r{key[:12]}" for key in matching or known) or "no run"
         what = "is several" if matching else "is none"
         raise ConfigError(f"run {run} {what} of those known under {cfg.state_dir}: {there}")
-    steps = known[matching[0]]
-    return {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}
+    return matching[0]

@@ -17,9 +17,10 @@ from agentgym.evaluation.history import History, Version
 from agentgym.evaluation.result import CLOCK, RESULT, Result
 from agentgym.models.checkpoint import policy_digest
 from agentgym.pages import estimate, label, percent
-from agentgym.pipeline.contenders import commit_of
+from agentgym.pipeline.contenders import commit_of, key_of_run
 from agentgym.pipeline.stored_config import find_run
-from agentgym.pipeline.table import open_store, run_label
+from agentgym.pipeline.stored_config import label as run_name
+from agentgym.pipeline.table import open_store
 from agentgym.pipeline.versions import (
     ancestors,
     data_of,
@@ -31,7 +32,6 @@ from agentgym.pipeline.versions import (
 from agentgym.steps.context import scores
 from agentgym.store.manifest import BlobMissing, Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.deliver import delivered_steps
 from agentgym.tracking.markdown import literal, markdown
 from agentgym.tracking.registry import file_digests
 
@@ -101,9 +101,8 @@ def export(
         save_adapter(folder, trained, base_name)
     else:
         save_pretrained(folder, store, manifest)
-    known = [key for key in delivered_steps(cfg) if run and key.startswith(run.removeprefix("r"))]
-    label = f"r{known[0][:12]}" if known else run_label(cfg)
-    describe(folder, cfg, store, manifest, label, base_name=base_name, is_adapter=adapter)
+    name_of_run = run_name(key_of_run(cfg, run))
+    describe(folder, cfg, store, manifest, name_of_run, base_name=base_name, is_adapter=adapter)
     return manifest
 
 

@@ -86,7 +86,7 @@ def make_lists(cfg: RunConfig, env: EnvConfig, train: str, test: str, folder: Pa
     items = {name: [Item(env.name, task, name) for task in tasks] for name, tasks in ids.items()}
     tasks = compare_tasks([env], Splits(tuple(items["train"]), (), tuple(items["test"]), "", ()))
     if tasks.unknown:
-        _open(cfg, env, [item for each in items.values() for item in dict.fromkeys(_ends(each))])
+        _open(cfg, env, [item for split in items.values() for item in dict.fromkeys(_ends(split))])
     files = write_lists(folder, env.name, ids["train"], ids["test"])
     warnings = (*tasks.repeated, *tasks.unknown)
     return MadeLists(ids["train"], ids["test"], files, warnings, bool(tasks.repeated))
@@ -118,7 +118,7 @@ def _contents(
     folder: Path, env: str, train: Sequence[int], test: Sequence[int]
 ) -> dict[Path, bytes]:
     rows = ([{"item_id": f"{env}_{task}"} for task in tasks] for tasks in (train, test))
-    texts = (f"{json.dumps(each, indent=0)}\n".encode() for each in rows)
+    texts = (f"{json.dumps(lines, indent=0)}\n".encode() for lines in rows)
     return dict(zip(list_files(folder, env), texts, strict=True))
 
 

@@ -278,7 +278,7 @@ def export_report(cfg: RunConfig, manifest: Manifest) -> Path:
     """Write the report of a finished run to a folder of the state, and return its page.
     manifest: of the step `report`.
     """
-    folder = cfg.state_dir / "reports" / f"r{run_key(cfg)[:12]}"
+    folder = cfg.state_dir / "reports" / run_label(cfg)
     folder.mkdir(parents=True, exist_ok=True)
     store = open_store(cfg)
     for name in (*manifest.blobs, *manifest.records):

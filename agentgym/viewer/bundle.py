@@ -1,4 +1,5 @@
-"""Export of episodes as JSON lines, or as a bundle: a folder of pages that need no server.
+"""Export of episodes as JSON lines, as trajectories in AgentGym's published layout, or as a bundle:
+a folder of pages that need no server.
 
 The addresses of pages differ between a running server (`Served`) and a bundle (`Bundled`).
 """
@@ -18,11 +19,13 @@ from urllib.parse import quote
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
 
+from agentgym.data.trajectories import MAX_REPLY_CHARS
 from agentgym.pages import FOLDER, STATIC, Pages
 from agentgym.records import RecordError, to_json
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 from agentgym.store.posix import write_whole
-from agentgym.viewer.bodies import address_of
+from agentgym.types import Trajectory
+from agentgym.viewer.bodies import IndexedEpisode, address_of
 from agentgym.viewer.episode_page import MAX_TURNS, episode_page
 from agentgym.viewer.lists_page import list_page
 from agentgym.viewer.query import Query, asked
@@ -148,18 +151,68 @@ def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
 
 
 def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
+    for address, entry in _read(viewer, rows):
+        if isinstance(entry, Exception):
+            yield json.dumps({"address": address, "error": str(entry)}).encode() + b"\n"
+        else:
+            origin = {"address": address, "stage": entry.step["name"]}
+            yield json.dumps({**origin, **to_json(entry.episode)}).encode() + b"\n"
+
+
+def _read(
+    viewer: Viewer, rows: Sequence[sqlite3.Row]
+) -> Iterator[tuple[str, IndexedEpisode | Exception]]:
+    """Yield (address, episode) in the order of `rows`; the error in place of an unreadable one."""
     steps, index = viewer.bodies.steps(), 0
     while index < len(rows):
         try:
             for entry in viewer.bodies.read(rows[index:]):
-                origin = {"address": entry.address, "stage": entry.step["name"]}
-                yield json.dumps({**origin, **to_json(entry.episode)}).encode() + b"\n"
+                yield entry.address, entry
                 index += 1
         except (BlobMissing, DigestMismatch, RecordError) as error:
             row = rows[index]
-            address = address_of(row, steps[row["step_id"]])
-            yield json.dumps({"address": address, "error": str(error)}).encode() + b"\n"
+            yield address_of(row, steps[row["step_id"]]), error
             index += 1
+
+
+def conversation(episode: Trajectory) -> dict[str, Any]:
+    """Return an episode in AgentGym's published layout: texts alone, up to the last action.
+    `agentgym.data.trajectories` reads it.
+    """
+    observations = [episode.first_observation, *(turn.observation for turn in episode.turns)]
+    messages = []
+    for observation, turn in zip(observations, episode.turns, strict=False):
+        messages += [
+            {"from": "human", "loss": None, "value": observation},
+            {"from": "gpt", "loss": True, "value": turn.reply or turn.action},
+        ]
+    return {"item_id": episode.item.item_id, "conversations": messages}
+
+
+def write_conversations(viewer: Viewer, query: Query, file: Path) -> tuple[int, int]:
+    """Write up to MOST_LINES episodes of a query to `file` as a JSON list of `conversation`.
+
+    Left out are episodes that cannot be read, that have no action or too long a reply, and
+    repetitions of an item with equal replies, because importing refuses them.
+    Result: (number written, number left out).
+    """
+    rows = sorted(viewer.lists.all(query, MOST_LINES), key=lambda row: tuple(row)[:6])
+    written: set[tuple[str, ...]] = set()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", encoding="utf-8", errors="replace") as output:
+        for _, entry in _read(viewer, rows):
+            if isinstance(entry, Exception):
+                continue
+            row = conversation(entry.episode)
+            replies = [each["value"] for each in row["conversations"][1::2]]
+            identity = (row["item_id"], *replies)
+            if not replies or max(map(len, replies)) > MAX_REPLY_CHARS or identity in written:
+                continue
+            output.write(",\n" if written else "[\n")
+            output.write(json.dumps(row, ensure_ascii=False))
+            written.add(identity)
+        output.write("\n]\n" if written else "[]\n")
+    return len(written), len(rows) - len(written)
 
 
 def bundle(viewer: Viewer, query: Query) -> Iterator[tuple[str, str | bytes]]:
@@ -221,29 +274,3 @@ def write_lines(viewer: Viewer, query: Query, file: Path) -> int:
     with file.open("wb") as output:
         output.writelines(export(viewer, rows))
     return len(rows)
-
-
-def write_conversations(viewer: Viewer, query: Query, file: Path) -> tuple[int, int]:
-    """Write up to MOST_LINES episodes of a query to `file` in AgentGym's published layout, which
-    `agentgym data import-trajectories` reads. Return (number written, number left out).
-    It holds replies and observations alone. Left out are episodes without a turn or that cannot be
-    read, and repeated ones.
-    """
-    rows = viewer.lists.all(query, MOST_LINES)
-    written: dict[bytes, None] = {}
-    for line in export(viewer, rows):
-        row = json.loads(line)
-        if row.get("turns"):
-            item_id = f"{row['item']['env']}_{row['item']['task_id']}"
-            conversation = {"item_id": item_id, "conversations": [*_messages(row)]}
-            written[json.dumps(conversation).encode()] = None
-    write_whole(file, b"[" + b",\n ".join(written) + b"]\n")
-    return len(written), len(rows) - len(written)
-
-
-def _messages(row: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the messages of an episode's record, the first observation first."""
-    yield {"from": "human", "loss": None, "value": row["first_observation"]}
-    for turn in row["turns"]:
-        yield {"from": "gpt", "loss": True, "value": turn.get("reply") or turn["action"]}
-        yield {"from": "human", "loss": None, "value": turn["observation"]}

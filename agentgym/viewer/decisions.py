@@ -21,8 +21,8 @@ def decision_text(data: bytes) -> str:
     """
     entry = Entry.from_bytes(data)
     for version in (entry.candidate, *filter(None, (entry.before, entry.after))):
-        own = [*version.evaluation.values(), version.number, version.checkpoint, version.run_key]
-        if not all(isinstance(text, str) for text in own):
+        texts = [*version.evaluation.values(), version.number, version.checkpoint, version.run_key]
+        if not all(isinstance(text, str) for text in texts):
             raise TypeError(f"version {version.number} is none")
     evidence, rules = entry.decision.get("evidence") or {}, entry.decision.get("rules") or ()
     candidate, champion = map(str, evidence.get("questions", ("", "")))
@@ -51,9 +51,10 @@ def decided(reader: sqlite3.Connection) -> list[Decided]:
     folders = {folder for (folder,) in reader.execute("SELECT folder FROM steps WHERE head >= 0")}
 
     def judged_by(version: Version | None, question: str) -> str:
-        own = version.evaluation if version is not None else {}
+        evaluation = version.evaluation if version is not None else {}
         named = [folder_name(STEP, question)] if question else []
-        named += [folder_name(own["step"], own["key"])] if {"step", "key"} <= own.keys() else []
+        if {"step", "key"} <= evaluation.keys():
+            named.append(folder_name(evaluation["step"], evaluation["key"]))
         return next((folder for folder in named if folder in folders), "")
 
     rows = reader.execute(

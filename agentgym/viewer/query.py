@@ -214,6 +214,11 @@ class Lists:
         """Return a tuple per combination of FACET_COLUMNS: its values, its number of episodes."""
         return self._counts(Query())[0]
 
+    def runs(self, beginnings: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of the runs that begin with one of `beginnings`, sorted."""
+        names = {run for _, runs in self._steps().values() for run in runs}
+        return tuple(sorted(name for name in names if name.startswith(beginnings)))
+
     def all(self, query: Query, limit: int) -> list[sqlite3.Row]:
         """Return the first `limit` rows of a query, in its order. Errors: BadQuery."""
         return _rows(self._index.reader, query.first(), self._steps(), limit)

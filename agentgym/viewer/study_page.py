@@ -328,7 +328,7 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
         "versus": comparison,
         "questions": questions,
         "results": known,
-        "groups": [(question_name(asked), steps) for asked, steps in by_question.items()],
+        "groups": [(question_name(question), steps) for question, steps in by_question.items()],
         "names": viewer.names,
         "a": a,
         "b": b,
@@ -363,17 +363,13 @@ def _pair(by_question: Mapping[str, Sequence[sqlite3.Row]], a: str, b: str) -> t
 
 def question_name(question: str) -> str:
     """Return environments, numbers of items and turns of a question from `comparable`."""
-    asked = json.loads(question)
-    envs = (asked.get("protocol") or {}).get("envs") or []
-    return (
-        " + ".join(
-            f"{each['env']['name']}, {asked['items'][each['env']['name']]['num']} items,"
-            f" {each['max_turns']} turns"
-            for each in envs
-            if {"env", "max_turns"} <= each.keys() and each["env"]["name"] in asked.get("items", ())
-        )
-        or "of an earlier version"
-    )
+    settings = json.loads(question)
+    items = settings.get("items", {})
+    parts = []
+    for env in (settings.get("protocol") or {}).get("envs") or []:
+        if {"env", "max_turns"} <= env.keys() and (name := env["env"]["name"]) in items:
+            parts.append(f"{name}, {items[name]['num']} items, {env['max_turns']} turns")
+    return " + ".join(parts) or "of an earlier version"
 
 
 def _trained(viewer: Viewer, run: str) -> dict[str, Any]:

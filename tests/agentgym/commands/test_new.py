@@ -66,8 +66,8 @@ def test_a_written_environment_passes_its_own_tests(folder, capsys):
         "src/grid_world.py",
         "test_grid_world.py",
     ]
-    said = capsys.readouterr().out.splitlines()
-    assert said[-4:] == [
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-4:] == [
         "  pip install --no-build-isolation --editable grid-world",
         "  python -m pytest grid-world",
         "  agentgym evaluate expert --params grid-world/params.yaml",
@@ -119,7 +119,7 @@ def test_the_guide_shows_parts_of_what_is_written(folder):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("environment", "my_game"), "'my_game' is no name of a new environment: expected small"),
         (("environment", "2048"), "'2048' is no name of a new environment"),
@@ -137,11 +137,11 @@ def test_the_guide_shows_parts_of_what_is_written(folder):
         (("recipe", "there"), "there exists; give a new folder with --out"),
     ],
 )
-def test_bad_input_is_one_error_and_writes_nothing(folder, capsys, words, said):
+def test_bad_input_is_one_error_and_writes_nothing(folder, capsys, words, expected):
     (folder / "there").mkdir()
     assert main(["new", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert error.count("\n") == 2  # the error, and its page
     assert files(folder) == ["params.yaml"]
     assert sorted(path.name for path in folder.iterdir()) in (

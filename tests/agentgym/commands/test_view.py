@@ -55,6 +55,13 @@ def test_episodes_are_taken_away_without_a_server(made, tmp_path, capsys):
     (line,) = (tmp_path / "lines").read_text().splitlines()
     assert json.loads(line)["item"]["task_id"] == 1
     assert (tmp_path / "bundle/e/0000.html").is_file()
+    published = ["--agentgym", str(tmp_path / "own.json"), "--query", "success=yes"]
+    assert main(["view", "--set", store, *published]) == 0
+    assert capsys.readouterr().out.startswith("1 trajectories: ")
+    (row,) = json.loads((tmp_path / "own.json").read_text())
+    assert row["item_id"] == "babyai_0"
+    assert main(["view", "r0123", "--set", store, *published]) == 2
+    assert "no run of this store begins with r0123" in capsys.readouterr().err
     assert main(["view", "--set", store, *out, "--query", "sort=x"]) == 2
     assert "--query: sort 'x' is none of" in capsys.readouterr().err
 

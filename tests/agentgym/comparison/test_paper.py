@@ -9,8 +9,8 @@ from tests.agentgym.comparison.test_tables import row, table
 HOSTILE = r"=cmd|' /C calc'!A1 & 5_% \input{x} $y$ #~^<>"
 
 
-def lines_of(found):
-    return [*csv.DictReader(table_csv(found).decode().splitlines())]
+def lines_of(comparison):
+    return [*csv.DictReader(table_csv(comparison).decode().splitlines())]
 
 
 def test_csv_has_every_number_with_its_interval_and_seeds():
@@ -34,8 +34,8 @@ def test_a_name_is_no_formula_of_a_spreadsheet():
 
 
 def test_latex_is_a_table_of_equal_rows():
-    found = table([row("grpo", "long", 0.9), row("ppo", "long", 0.8, start=None)])
-    text = table_latex(found).decode()
+    comparison = table([row("grpo", "long", 0.9), row("ppo", "long", 0.8, start=None)])
+    text = table_latex(comparison).decode()
     (columns,) = re.findall(r"\\begin\{tabular\}\{(\w+)\}", text)
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
     assert columns == "lrrrr"

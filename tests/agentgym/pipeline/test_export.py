@@ -128,9 +128,9 @@ def test_the_hubs_own_reader_takes_the_card(params, tmp_path):
     assert card.data.tags == ["agentgym-flow", "reinforcement-learning", "grpo", "babyai"]
     assert (card.data.base_model, card.data.license) == (None, None)
     success = finished(cfg, open_store(cfg))["evaluate-stage-2"].results["summary"]
-    told = {each.metric_name: each.metric_value for each in card.data.eval_results}
+    values = {each.metric_name: each.metric_value for each in card.data.eval_results}
     names = {"greedy": "greedy", "avg_at_2": "avg@2", "pass_at_1": "pass@1", "pass_at_2": "pass@2"}
-    assert told == {
+    assert values == {
         name: pytest.approx(success[key]["mean"], abs=1e-6) for key, name in names.items()
     }
     assert "| candidate | PROMOTE | yes         | the first model of this name |" in card.text

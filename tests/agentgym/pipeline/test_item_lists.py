@@ -39,8 +39,8 @@ def test_an_id_named_twice_and_too_many_are_refused():
 def test_lists_have_the_published_layout_and_the_same_command_changes_nothing(robot, capsys):
     words = ("robot", "--train", "0..99", "--test", "100..150:50,167")
     assert made(*words) == 0
-    said = capsys.readouterr().out
-    assert said == (
+    printed = capsys.readouterr().out
+    assert printed == (
         "robot: 100 train, 3 test items\n  data/robot/train/robot_train.json\n"
         "  data/robot/eval/robot_test.json\nto use them: --set data.path=data/robot\n"
     )
@@ -54,7 +54,7 @@ def test_lists_have_the_published_layout_and_the_same_command_changes_nothing(ro
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "expected"),
     [
         (("robot", "--train", "0..9", "--test", "9..12"), "both have 9; a test must be held out"),
         (("robot", "--train", "0..9", "--test", "160..168"), "robot_168 name no task"),
@@ -63,10 +63,10 @@ def test_lists_have_the_published_layout_and_the_same_command_changes_nothing(ro
         (("my_game", "--train", "0", "--test", "1"), "'my_game' is no name of an environment"),
     ],
 )
-def test_bad_input_is_one_error_and_writes_nothing(robot, capsys, words, said):
+def test_bad_input_is_one_error_and_writes_nothing(robot, capsys, words, expected):
     assert made(*words, "--out", "lists") == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert expected in error
     assert error.count("\n") == 2  # the error, and its page
     assert not os.path.exists("lists")
 

@@ -3,11 +3,17 @@
 import io
 import json
 import zipfile
+from dataclasses import replace
 
+import pytest
 from starlette.testclient import TestClient
 
-from agentgym.data.trajectories import read_file
-from agentgym.records import from_json
+from agentgym.cli import main
+from agentgym.config import load_config
+from agentgym.data.trajectories import read_file, read_files
+from agentgym.pipeline.table import finished, open_store
+from agentgym.records import TRAJECTORIES, decode_trajectories, from_json
+from agentgym.types import Turn
 from agentgym.viewer.app import make_app
 from agentgym.viewer.bundle import write_bundle, write_conversations, write_lines
 from agentgym.viewer.query import Query
@@ -29,23 +35,6 @@ def test_json_lines_are_the_records_with_where_they_lie(made, view, tmp_path):
     assert from_json(told) == own
     answer = TestClient(make_app(viewer)).get("/export.jsonl?success=yes")
     assert answer.text.splitlines() == [line]
-
-
-def test_conversations_in_agentgyms_layout_are_read_again_with_the_same_replies(
-    made, view, tmp_path
-):
-    episodes = [episode(0), episode(7)]
-    made.add([*episodes, failed(2)])
-    file = tmp_path / "out/episodes.json"
-    written, left_out = write_conversations(view(), Query({"success": ("yes",)}), file)
-    rows, recorded, refused = read_file(file)
-    assert (written, left_out, refused) == (len(rows), len(episodes) - len(rows), [])
-    replies = {each.item.item_id: each.replies for each in recorded}
-    for each in episodes:
-        assert replies[each.item.item_id] == tuple(t.reply or t.action for t in each.turns)
-    first = rows[0]["conversations"]
-    assert first[0]["value"] == episodes[0].first_observation
-    assert [message["from"] for message in first[:3]] == ["human", "gpt", "human"]
 
 
 def test_a_line_that_cannot_be_read_says_so_and_the_others_are_there(made, view, tmp_path):
@@ -78,3 +67,66 @@ def test_a_bundle_is_pages_that_lead_to_each_other_and_nowhere_else(made, view, 
         *("episodes/e/0000.html", "episodes/e/0001.html", "episodes/icon.svg"),
         *("episodes/index.html", "episodes/view.css", "episodes/view.js"),
     ]
+
+
+def test_trajectories_in_the_published_layout_are_read_with_the_same_actions(made, view, tmp_path):
+    thought = Turn("move", "there", 1.0, reply="Thought: é \ud800\nAction: move")
+    own = episode(1, first_observation=SCRIPT)
+    own = replace(own, turns=(*own.turns, thought))
+    long = replace(own.turns[0], action="x" * 16_385)
+    made.add([own, episode(1, sample=2), episode(1, sample=3), failed(2)])
+    made.add([episode(4, turns=()), episode(5, turns=(long,))])
+    file, viewer = tmp_path / "out/own.json", view()
+    assert write_conversations(viewer, Query(), file) == (3, 3)
+    rows, recorded, refused = read_file(file)
+    assert refused == []
+    assert [(each.item.item_id, each.replies) for each in recorded] == [
+        ("babyai_1", ("turn left", "move forward", "Thought: é ?\nAction: move")),
+        ("babyai_1", ("turn left", "move forward")),
+        ("babyai_2", ("turn left", "move forward")),
+    ]
+    assert rows[1] == {
+        "item_id": "babyai_1",
+        "conversations": [
+            {"from": "human", "loss": None, "value": "goal: go to the red ball"},
+            {"from": "gpt", "loss": True, "value": "turn left"},
+            {"from": "human", "loss": None, "value": "see: turn left done"},
+            {"from": "gpt", "loss": True, "value": "move forward"},
+        ],
+    }
+    assert rows[0]["conversations"][0]["value"] == SCRIPT
+    assert write_conversations(viewer, Query({"success": ("no",)}), file) == (1, 0)
+    assert write_conversations(viewer, Query({"env": ("none",)}), file) == (0, 0)
+    assert json.loads(file.read_text()) == []
+
+
+@pytest.mark.integration
+def test_a_runs_own_episodes_are_accepted_for_another_run_to_learn_from(
+    copy_run, tiny_params, tmp_path
+):
+    params = tiny_params(copy_run(tmp_path / "run"), deterministic=True)
+    file = tmp_path / "own.json"
+    words = [
+        "--agentgym",
+        str(file),
+        "--query",
+        "success=yes&split=train&stage=stage-1&stage=stage-2",
+    ]
+    cfg = load_config(params)
+    (run,) = {head.key for head in open_store(cfg).heads("runs")}
+    assert main(["view", f"r{run[:5]}", "--params", str(params), *words]) == 0
+    rows, refused = read_files([file], cfg, drop_refused=False)
+    assert (rows, refused) == (json.loads(file.read_text()), [])
+    store = open_store(cfg)
+    played = [
+        (episode.item.item_id, *(turn.reply or turn.action for turn in episode.turns))
+        for name in ("stage-1", "stage-2")
+        for commit in store.history(name, finished(cfg, store)[name].key)
+        for episode in decode_trajectories(store.read(commit, TRAJECTORIES))
+        if episode.success
+    ]
+    told = {
+        (row["item_id"], *(each["value"] for each in row["conversations"][1::2])) for row in rows
+    }
+    assert told <= set(played)
+    assert len(told) == len(rows) > 0

@@ -16,8 +16,8 @@ OWN = {"step": "evaluate-stage-1", "key": "b" * 64, "digest": "0" * 64}
 def decide(made, candidate, before=None, **evidence):
     """Commit the decision that `candidate` does not get the alias."""
     decision = {"verdict": "HOLD", "rules": [], "evidence": evidence}
-    told = ("judged", "asked", candidate, before, before, "somebody", 5.0, "too few items")
-    record = {RECORD: Entry(*told, decision=decision, number=4).to_bytes()}
+    fields = ("judged", "asked", candidate, before, before, "somebody", 5.0, "too few items")
+    record = {RECORD: Entry(*fields, decision=decision, number=4).to_bytes()}
     made.add([], step=STEP, key="d", config=ABOUT, records=record)
 
 

@@ -19,8 +19,8 @@ def plan(text, **identity):
 
 
 def names(viewer):
-    found = viewer.names
-    return {row["folder"]: found.step(row) for row in viewer.bodies.steps().values()}, found
+    every = viewer.names
+    return {row["folder"]: every.step(row) for row in viewer.bodies.steps().values()}, every
 
 
 def test_a_checkpoint_is_named_by_its_run_recipe_and_seed(made, view):
@@ -31,17 +31,17 @@ def test_a_checkpoint_is_named_by_its_run_recipe_and_seed(made, view):
     made.add([episode(1)], step="stage-1", key="c", parents=built, config=other, done=True)
     deliver(made, "1", ("warm-start", "a"), ("stage-1", "b"))
     deliver(made, "2", ("warm-start", "a"), ("stage-1", "c"))
-    found, own = names(view())
-    assert found == {
+    by_folder, all_names = names(view())
+    assert by_folder == {
         f"stage-1-{'b' * 16}": "stage-1 of r111111111111, grpo, seed 7",
         f"stage-1-{'c' * 16}": "stage-1 of r222222222222, sft, seed 7",
         # the recipes of its two runs differ
         f"warm-start-{'a' * 16}": "warm-start of r111111111111 and 1 more, seed 7",
     }
-    assert own.checkpoints[start.digest] == "warm-start of r111111111111 and 1 more, seed 7"
-    assert own.run("r222222222222") == "r222222222222, sft, seed 7"
-    assert own.about["r222222222222"] == "sft, max_turns 4, seed 7"
-    assert own.run("unknown") == "unknown"
+    assert all_names.checkpoints[start.digest] == "warm-start of r111111111111 and 1 more, seed 7"
+    assert all_names.run("r222222222222") == "r222222222222, sft, seed 7"
+    assert all_names.about["r222222222222"] == "sft, max_turns 4, seed 7"
+    assert all_names.run("unknown") == "unknown"
 
 
 def test_an_evaluation_is_named_by_the_checkpoint_whose_weights_it_plays(made, view):
@@ -64,8 +64,8 @@ def test_an_evaluation_is_named_by_the_checkpoint_whose_weights_it_plays(made, v
         made.add([episode(0)], step="evaluation", key=key, config=config, records=records)
     deliver(made, "1", ("stage-1", "b"), ("evaluate-stage-1", "c"))
     viewer = view()
-    found, own = names(viewer)
-    results = {row["key"][0]: own.result(row) for row in viewer.bodies.steps().values()}
+    by_folder, all_names = names(viewer)
+    results = {row["key"][0]: all_names.result(row) for row in viewer.bodies.steps().values()}
     assert results == {
         "b": "stage-1",  # no evaluation
         "c": "stage-1 of r111111111111, grpo, seed 7",
@@ -73,8 +73,8 @@ def test_an_evaluation_is_named_by_the_checkpoint_whose_weights_it_plays(made, v
         "e": "policy e",
         "d": "policy d",
     }
-    assert found[f"evaluate-stage-1-{'c' * 16}"] == (
+    assert by_folder[f"evaluate-stage-1-{'c' * 16}"] == (
         "evaluate-stage-1 of r111111111111, grpo, seed 7"
     )
-    assert found[f"evaluation-{'d' * 16}"].startswith("policy d, 20")  # and its date
-    assert own.run(f"evaluation-{'d' * 12}") == found[f"evaluation-{'d' * 16}"]
+    assert by_folder[f"evaluation-{'d' * 16}"].startswith("policy d, 20")  # and its date
+    assert all_names.run(f"evaluation-{'d' * 12}") == by_folder[f"evaluation-{'d' * 16}"]
