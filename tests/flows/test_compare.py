@@ -134,8 +134,10 @@ def test_the_same_command_runs_what_is_left_and_then_nothing(compared):
     assert compared.manifests() == manifests
     assert {path.name: path.read_bytes() for path in (compared.folder / "out").iterdir()} == files
     assert ledger(client) == before
-    shown = compared.run("agentgym", "compare", "comparisons/small.yaml")
+    shown = compared.run("agentgym", "compare", "comparisons/small.yaml", "--out", "again")
     assert (shown.returncode, shown.stdout) == (0, files["small.md"].decode())
+    written = {path.name: path.read_bytes() for path in (compared.folder / "again").iterdir()}
+    assert written == files
 
 
 @pytest.mark.slow
