@@ -50,6 +50,26 @@ def chromium():
     skip_without(find_browser)
 
 
+@contextlib.contextmanager
+def chromium_browser():
+    """Yield a running Chromium. Meanwhile no other event loop can run in this thread."""
+    from playwright.sync_api import sync_playwright
+
+    from envs.webarena.chromium import find_browser
+
+    with sync_playwright() as driver:
+        options = {"executable_path": find_browser(), "args": ["--no-sandbox"], "timeout": 60_000}
+        browser = driver.chromium.launch(**options)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def browser(chromium):
+    with chromium_browser() as opened:
+        yield opened
+
+
 @pytest.fixture(scope="session")
 def kubeconfig(tmp_path_factory):
     """Yield the kubeconfig of a real API server: AGENTGYM_TEST_KUBECONFIG, or a control plane that

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym.cli import main as agentgym
-from tests.agentgym.families import tokenizer_of
+from tests.agentgym.families import save_tiny_llama
 from tests.benched import benchmark
 from tests.projects import copied, finished  # noqa: F401
 
@@ -244,11 +242,7 @@ def test_what_a_command_prints_in_a_terminal_fits_80_columns(newcomer, command):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_pages_of_a_newcomer_are_accessible_and_fit_their_screen(newcomer, chromium, width):
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
+def test_the_pages_of_a_newcomer_are_accessible_and_fit_their_screen(newcomer, browser, width):
     pages = {
         kind: next(newcomer.folder.glob(pattern))
         for kind, pattern in (
@@ -257,17 +251,14 @@ def test_the_pages_of_a_newcomer_are_accessible_and_fit_their_screen(newcomer, c
             ("comparison", "comparison/comparison.html"),
         )
     }
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": width, "height": 860})
-        own = benchmark("viewer_pages").Walk(page, "")
-        for name, path in pages.items():
-            page.goto(path.as_uri())
-            own.look(name)
-            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
-            assert wide <= 0, f"{name} is {wide} pixels too wide"
-        browser.close()
-    assert (own.errors, own.violations) == ([], [])
+    page = browser.new_page(viewport={"width": width, "height": 860})
+    walk = benchmark("viewer_pages").Walk(page, "")
+    for name, path in pages.items():
+        page.goto(path.as_uri())
+        walk.look(name)
+        wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        assert wide <= 0, f"{name} is {wide} pixels too wide"
+    assert (walk.errors, walk.violations) == ([], [])
 
 
 @pytest.mark.slow
@@ -296,22 +287,7 @@ def test_the_walk_of_a_model_owner(small_model):
 @pytest.fixture
 def small_model(project):
     """Write a tiny Llama to the folder of the tutorial's model, and a profile of its size."""
-    tokenizer = tokenizer_of("llama3")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        max_position_embeddings=2048,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(project.folder / MODEL)
-    tokenizer.save_pretrained(project.folder / MODEL)
+    save_tiny_llama(project.folder / MODEL)
     profile = project.folder / "profiles/small/smollm2-135m-cpu.yaml"
     tree = yaml.safe_load(profile.read_text())
     tree["rollout"] |= {"items_per_step": 2, "group_size": 2}

@@ -20,18 +20,9 @@ from agentgym.console.ending import say
 
 # settings that most runs change
 MAIN = (
-    "model.name",
-    "env.name",
-    "env.options",
-    "rollout.engine",
-    "algorithm.recipe",
-    "horizon.max_turns",
-    "horizon.stage_steps",
-    "rollout.items_per_step",
-    "rollout.group_size",
-    "optimizer.lr",
-    "evaluation.num_items",
-    "compute",
+    *("model.name", "env.name", "env.options", "rollout.engine", "algorithm.recipe"),
+    *("horizon.max_turns", "horizon.stage_steps", "rollout.items_per_step", "rollout.group_size"),
+    *("optimizer.lr", "evaluation.num_items", "compute"),
 )
 MIN_COLUMN = 16  # characters of a column in a narrow terminal
 LEGEND = "* changes results; what has none changes where and how fast they are computed"

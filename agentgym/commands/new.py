@@ -8,9 +8,9 @@ import json
 import keyword
 import os
 import re
+import secrets
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from string import Template
@@ -106,7 +106,8 @@ def _write(
     values = {**values, "name": name, "module": module, "folder": shlex.quote(str(out))}
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+        folder = out.with_name(f".{out.name}-{secrets.token_hex(4)}")
+        folder.mkdir()
     except OSError as error:
         raise ConfigError(
             f"{out} cannot be written: {error.strerror}; name another --out"
@@ -119,16 +120,9 @@ def _write(
             text = Template(path.read_text(encoding="utf-8")).substitute(values)
             file.write_text(text, encoding="utf-8")
         complete(folder)
-        folder.chmod(0o777 & ~_umask())
         folder.rename(out)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def _tell(out: Path, *commands: str) -> None:

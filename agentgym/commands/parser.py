@@ -28,16 +28,27 @@ class Commands:
         *,
         params: bool = True,
         overrides: bool = True,
+        takes_run: bool = False,
         run_of: Callable[[argparse.Namespace], str | None] = lambda _: None,
     ) -> argparse.ArgumentParser:
         """Add a command and return its parser, which has `--verbose`.
         run: executes the command, returns its exit code.
         params: add `--params` for a parameter file. overrides: add `--set` for single values.
         run_of: returns the run that the arguments name, or None; its settings come from the store.
+        takes_run: add an argument `of_run` that names this run.
         """
         command: argparse.ArgumentParser = self._commands.add_parser(name, help=help_text)
         command.add_argument("-v", "--verbose", action="store_true")
         command.set_defaults(run=run, params=None, set=(), run_of=run_of)
+        if takes_run:
+            command.set_defaults(run_of=lambda arguments: arguments.of_run)
+            command.add_argument(
+                "of_run",
+                nargs="?",
+                metavar="RUN",
+                help="a run of the store, r and 12 hex digits, with its settings (default: the"
+                " configured one)",
+            )
         if params:
             command.add_argument(
                 "--params", default="params.yaml", help="parameter file (default: params.yaml)"

@@ -39,16 +39,7 @@ def add(commands: Commands) -> None:
         "--key", default="", help="exit with code 2 (bad input) if the step has another key"
     )
     plan = commands.add(
-        "plan",
-        _plan,
-        "what would run, resume or be skipped, and why",
-        run_of=lambda arguments: arguments.of_run,
-    )
-    plan.add_argument(
-        "of_run",
-        nargs="?",
-        metavar="RUN",
-        help="a run of the store, with its settings (default: the configured one)",
+        "plan", _plan, "what would run, resume or be skipped, and why", takes_run=True
     )
     plan.add_argument("--json", action="store_true")
     stored = commands.add(
@@ -66,12 +57,7 @@ def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.data.copies import fetch_data
     from agentgym.pipeline.dvc import files_of, numbers, require_current
     from agentgym.pipeline.plan import check_model
-    from agentgym.pipeline.run import (
-        export_report,
-        require_key,
-        run_when_free,
-        run_with_parents,
-    )
+    from agentgym.pipeline.run import export_report, require_key, run_when_free, run_with_parents
     from agentgym.pipeline.stored_config import require_run
     from agentgym.pipeline.table import open_store
     from agentgym.steps.step import Kind
@@ -153,9 +139,8 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.stored_config import find_run, require_run
     from agentgym.pipeline.table import open_store, run_label
 
-    run_name = arguments.of_run
-    if run_name and find_run(open_store(cfg), run_name) is None:
-        require_run(cfg, run_name)
+    if arguments.of_run and find_run(open_store(cfg), arguments.of_run) is None:
+        require_run(cfg, arguments.of_run)
     steps = plan(cfg)
     is_done = all(step.action == "skip" for step in steps)
     cost, unknown = None, ""

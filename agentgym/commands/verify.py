@@ -22,13 +22,7 @@ def _add_audit(commands: Commands) -> None:
         "audit",
         _audit,
         "verify a run: replay episodes, rescore them, repeat optimizer steps",
-        run_of=lambda arguments: arguments.run_name,
-    )
-    audit.add_argument(
-        "run_name",
-        nargs="?",
-        metavar="RUN",
-        help="the run's name, r and 12 hex digits (default: the configured one)",
+        takes_run=True,
     )
     every = "or all (default: %(default)s)"
     audit.add_argument(
@@ -108,7 +102,7 @@ def _audit(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     with Bars(PlainConsole(stderr=True)) as bars:
         report = audit(
             cfg,
-            run=arguments.run_name,
+            run=arguments.of_run,
             num_episodes=arguments.episodes,
             num_rescored=arguments.rescore,
             num_updates=arguments.updates,

@@ -22,30 +22,24 @@ from agentgym.config import ConfigError
 from agentgym.pipeline.child import PAGE
 from envs.plain import plain
 
-# page docs/reference/errors-PAGE.md -> classes that it has a section for
-SECTIONS = {
-    "configuration": "ConfigError DataError HistoryElsewhere",
-    "models": "HostBusy",
-    "store": (
-        "BlobMissing DigestMismatch Fenced LeaseHeld ManifestDamaged ManifestError RecordError"
-        " StoreFull StoreNotHere StoreUnreachable"
-    ),
-    "environments": (
-        "ApiUnreachable EnvError FieldConflict FleetNotReady FleetTripped Forbidden KubeError"
-        " LostLease NotServed RolloutError"
-    ),
-    "evaluations": (
-        "EvaluationInvalid EvaluationStopped Incomparable NumbersChanged PlayerFailed ResultError"
-    ),
-    "learning": (
-        "AlarmStop EngineMismatch EngineStalled FloatingPointError HostLost TransportBroken"
-    ),
-    "services": (
-        "CellsFailed DvcError LedgerError LedgerUnavailable ModelChanged PlacementError RankLost"
-        " RayJobFailed RayUnreachable StaleRun WorkersLost"
-    ),
+# lines of PAGE and the classes of errors that docs/reference/errors-PAGE.md has sections on
+_SECTIONS = """
+configuration ConfigError DataError HistoryElsewhere
+models HostBusy
+store BlobMissing DigestMismatch Fenced LeaseHeld ManifestDamaged ManifestError RecordError
+store StoreFull StoreNotHere StoreUnreachable
+environments ApiUnreachable EnvError FieldConflict FleetNotReady FleetTripped Forbidden KubeError
+environments LostLease NotServed RolloutError
+evaluations EvaluationInvalid EvaluationStopped Incomparable NumbersChanged PlayerFailed ResultError
+learning AlarmStop EngineMismatch EngineStalled FloatingPointError HostLost TransportBroken
+services CellsFailed DvcError LedgerError LedgerUnavailable ModelChanged PlacementError RankLost
+services RayJobFailed RayUnreachable StaleRun WorkersLost
+"""
+PAGES = {
+    name: f"errors-{page}"
+    for page, *names in map(str.split, _SECTIONS.strip().splitlines())
+    for name in names
 }
-PAGES = {name: f"errors-{page}" for page, names in SECTIONS.items() for name in names.split()}
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 

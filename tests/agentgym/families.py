@@ -7,6 +7,7 @@ words. Added tokens, their blanks and the text splitting are the family's own.
 import json
 from dataclasses import dataclass, field
 
+import torch
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -16,7 +17,7 @@ from tokenizers import (
     pre_tokenizers,
     trainers,
 )
-from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Tokenizer
 
 TEXTS = [
     "system user assistant task: go to the red ball 2 steps ahead",
@@ -270,6 +271,26 @@ def tokenizer_of(name):
         made.add_tokens(family.tokens)
     made.chat_template = family.template
     return made
+
+
+def save_tiny_llama(folder):
+    """Write a Llama of 2 layers with Llama 3's chat template, as `save_pretrained` does."""
+    tokenizer = tokenizer_of("llama3")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def of_bytes(*before):

@@ -148,18 +148,6 @@ def test_a_websocket_needs_the_login_and_is_not_for_pages(deployed, path):
             said(login, **more)
 
 
-@pytest.fixture
-def browser(chromium):
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
 def logged_in(services, name):
     scheme, _, address = services[name].partition("://")
     return f"{scheme}://{services['login']}@{address}/login"

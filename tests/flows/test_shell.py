@@ -165,7 +165,7 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     registered = {"model": "agentgym-babyai", "version": "1", "alias": "champion"}
     for name, found in (("register", registered), ("report", {})):
         done[name] = SimpleNamespace(results=found, timings={})
-    monkeypatch.setattr(shell, "run_key", lambda _: "0" * 64)  # the data may not be pulled
+    monkeypatch.setattr(shell, "run_label", lambda _: f"r{'0' * 12}")  # the data may not be pulled
     monkeypatch.setattr(shell, "export_report", lambda *_: "report.html")
     monkeypatch.setattr(shell, "alarm_lines", lambda *_: [])
     monkeypatch.setattr(shell, "sentence", lambda _: "moves to version 1")

@@ -5,11 +5,10 @@ transformers; a damaged folder is refused with one line.
 import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from tests.agentgym.families import tokenizer_of
+from tests.agentgym.families import save_tiny_llama, tokenizer_of
 from tests.projects import SHORT_RUN
 
 pytestmark = [
@@ -25,22 +24,7 @@ SHORT = ("warm_start.enabled=false", "alarms.no_success=off", *SHORT_RUN)
 def folder(tmp_path_factory):
     """Write a folder with `save_pretrained`: a Llama of 2 layers, Llama 3's chat template."""
     made = tmp_path_factory.mktemp("models") / "tiny-llama"
-    tokenizer = tokenizer_of("llama3")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=64,
-        max_position_embeddings=2048,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(made)
-    tokenizer.save_pretrained(made)
+    save_tiny_llama(made)
     return made
 
 

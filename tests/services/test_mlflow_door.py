@@ -52,17 +52,8 @@ def link(tmp_path_factory, empty_ledger):
 
 
 @pytest.fixture
-def page(chromium):
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=find_browser(), args=["--no-sandbox"], timeout=60_000
-        )
-        yield browser.new_page(viewport={"width": 1280, "height": 800})
-        browser.close()
+def page(browser):
+    return browser.new_page(viewport={"width": 1280, "height": 800})
 
 
 def test_one_click_on_the_printed_link_shows_the_first_curve_of_the_newest_run(link, page):

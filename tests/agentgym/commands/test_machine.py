@@ -14,19 +14,10 @@ NEEDED = {
 }  # further settings that an example needs
 
 
-MAIN = [
-    "model.name",
-    "env.name",
-    "env.options",
-    "rollout.engine",
-    "algorithm.recipe",
-    "horizon.max_turns",
-    "horizon.stage_steps",
-    "rollout.items_per_step",
-    "rollout.group_size",
-    "optimizer.lr",
-    "evaluation.num_items",
-    "compute",
+MATTER_MOST = [
+    *("model.name", "env.name", "env.options", "rollout.engine", "algorithm.recipe"),
+    *("horizon.max_turns", "horizon.stage_steps", "rollout.items_per_step", "rollout.group_size"),
+    *("optimizer.lr", "evaluation.num_items", "compute"),
 ]
 
 
@@ -48,7 +39,7 @@ def test_without_arguments_it_prints_what_matters_and_what_differs(tmp_path, pri
     )
     lines = printed("--params", str(tmp_path / "own.yaml"))
     assert lines[2] == "the settings that matter most"
-    assert [line[2:].split()[0] for line in lines[3:15]] == MAIN
+    assert [line[2:].split()[0] for line in lines[3:15]] == MATTER_MOST
     assert "* rollout.group_size      4             (default 8) episodes per item and …" in lines
     assert "* horizon.stage_steps     [15, 15, 20]  optimizer steps per stage" in lines
     assert lines[15:] == [

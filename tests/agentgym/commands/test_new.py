@@ -3,8 +3,8 @@
 import os
 import re
 import shlex
-import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from agentgym.cli import main
 from agentgym.commands import new
 from agentgym.config import ConfigError, load_config
 from agentgym.data.items import load_splits
+from tests.completed import completed
 
 pytestmark = pytest.mark.integration
 
@@ -37,34 +38,23 @@ def files(folder):
     )
 
 
-def ended(*words):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, "-m", *words], env=environment, capture_output=True, text=True, check=False
-    )
-
-
 def check_package(name):
     """Run the tests of a package, its linter and its formatter, as a reader in the project does."""
-    tests = ended("pytest", name, "-q", "-p", "no:cacheprovider")
+    run = partial(completed, sys.executable, "-m", env={**os.environ, "PYTHONPATH": str(ROOT)})
+    tests = run("pytest", name, "-q", "-p", "no:cacheprovider")
     assert tests.returncode == 0, tests.stdout + tests.stderr
     settings = ("--no-cache", "--config", str(ROOT / "pyproject.toml"), name)
     # the order of imports depends on where the package is
     for words in (("check", "--ignore=I001", *settings), ("format", "--check", *settings)):
-        checked = ended("ruff", *words)
+        checked = run("ruff", *words)
         assert checked.returncode == 0, checked.stdout
 
 
 def test_a_written_environment_passes_its_own_tests(folder, capsys):
     assert main(["new", "environment", "grid-world"]) == 0
     assert files(folder / "grid-world") == [
-        "README.md",
-        "data/eval/grid-world_test.json",
-        "data/train/grid-world_train.json",
-        "params.yaml",
-        "pyproject.toml",
-        "src/grid_world.py",
-        "test_grid_world.py",
+        *("README.md", "data/eval/grid-world_test.json", "data/train/grid-world_train.json"),
+        *("params.yaml", "pyproject.toml", "src/grid_world.py", "test_grid_world.py"),
     ]
     printed = capsys.readouterr().out.splitlines()
     assert printed[-4:] == [
@@ -97,12 +87,8 @@ def test_the_command_of_its_readme_writes_the_same_lists(folder, install, monkey
 
 def test_a_written_recipe_passes_its_own_tests(folder):
     assert main(["new", "recipe", "max_median"]) == 0
-    assert files(folder / "max_median") == [
-        "README.md",
-        "pyproject.toml",
-        "src/max_median.py",
-        "test_max_median.py",
-    ]
+    written = ["README.md", "pyproject.toml", "src/max_median.py", "test_max_median.py"]
+    assert files(folder / "max_median") == written
     check_package("max_median")
 
 

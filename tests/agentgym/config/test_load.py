@@ -2,11 +2,7 @@
 
 import pytest
 
-from agentgym.config import (
-    ConfigError,
-    RunConfig,
-    load_config,
-)
+from agentgym.config import ConfigError, RunConfig, load_config
 
 
 def refusal(path, *overrides):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -221,12 +222,8 @@ def test_the_page_says_that_nothing_but_its_own_style_and_pictures_may_load() ->
 
 
 def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(
-    tmp_path: Path, chromium: None
+    tmp_path: Path, browser: Any
 ) -> None:
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
     curve = learning_curve_png([Curve("success", [0, 1], [0.1, 0.4])], [Stage(1, 5, 0, 2)], {})
     evil = (
         '<script>document.title = "ran"</script><img src="x" onerror="document.title = 1"><p'
@@ -235,21 +232,18 @@ def test_under_its_policy_the_page_shows_as_before_and_runs_no_script(
     (tmp_path / "report.html").write_text(
         page(figures={"Learning curve": curve}).replace("</main>", f"{evil}</main>")
     )
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        shown = browser.new_page(viewport={"width": 1280, "height": 900})
-        shown.goto((tmp_path / "report.html").as_uri())
-        facts = shown.evaluate("""() => ({
-                width: getComputedStyle(document.querySelector('main')).maxWidth,
-                picture: document.querySelector('figure img').naturalWidth,
-                bars: [...document.querySelectorAll('.bar rect')].map(bar => \
+    shown = browser.new_page(viewport={"width": 1280, "height": 900})
+    shown.goto((tmp_path / "report.html").as_uri())
+    facts = shown.evaluate("""() => ({
+            width: getComputedStyle(document.querySelector('main')).maxWidth,
+            picture: document.querySelector('figure img').naturalWidth,
+            bars: [...document.querySelectorAll('.bar rect')].map(bar => \
 Math.round(bar.getBoundingClientRect().width)),
-                cell: Math.round(document.querySelector('.bar svg').getBoundingClientRect().width),
-                colour: getComputedStyle(document.querySelector('.bar svg')).fill,
-                evil: getComputedStyle(document.querySelector('#evil')).color,
-                title: document.title,
-            })""")
-        browser.close()
+            cell: Math.round(document.querySelector('.bar svg').getBoundingClientRect().width),
+            colour: getComputedStyle(document.querySelector('.bar svg')).fill,
+            evil: getComputedStyle(document.querySelector('#evil')).color,
+            title: document.title,
+        })""")
     assert facts["width"] == "1040px"
     assert facts["picture"] > 500
     assert facts["bars"] == pytest.approx([0.9 * facts["cell"], 0.1 * facts["cell"]], abs=1.5)

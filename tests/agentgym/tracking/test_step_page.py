@@ -15,6 +15,7 @@ from agentgym.tracking.deliver import CellPoints, deliver_comparison
 from agentgym.tracking.points import Point
 from agentgym.tracking.saved_view import COLUMNS, SECTIONS, VIEWS, link_to
 from agentgym.tracking.step_page import note_of_comparison
+from tests.servers import chromium_browser
 
 EXPERIMENT = "agentgym-babyai"
 SEEN_S = 60.0  # time for a page to load its content
@@ -45,14 +46,7 @@ def parent(client, experiment):
 @pytest.fixture(scope="module")
 def page(folder, chromium, mlflow_server):
     """Return a function of (path, *texts) that opens a page of MLflow's UI and awaits the texts."""
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
-    with mlflow_server(folder) as address, sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path=find_browser(), args=["--no-sandbox"], timeout=60_000
-        )
+    with mlflow_server(folder) as address, chromium_browser() as browser:
         opened = browser.new_page(viewport={"width": 1500, "height": 1000})
 
         def show(path, *texts):
@@ -63,7 +57,6 @@ def page(folder, chromium, mlflow_server):
             return opened
 
         yield show
-        browser.close()
 
 
 def test_the_saved_view_opens_as_charts_of_the_named_metrics(page, experiment):

@@ -13,6 +13,7 @@ from agentgym.viewer.query import Query
 from tests.agentgym.viewer.conftest import HOSTILE, TRAINING, Made, episode, failed
 from tests.agentgym.viewer.test_replay import played
 from tests.benched import benchmark
+from tests.servers import chromium_browser
 
 pytestmark = pytest.mark.integration
 FOLDER = f"stage-1-{'a' * 16}"
@@ -58,14 +59,8 @@ def served(walks, serving, gold, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def browser(chromium):
-    from playwright.sync_api import sync_playwright
-
-    from envs.webarena.chromium import find_browser
-
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
+    with chromium_browser() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture

@@ -106,12 +106,8 @@ def test_a_runs_own_episodes_are_accepted_for_another_run_to_learn_from(
 ):
     params = tiny_params(copy_run(tmp_path / "run"), deterministic=True)
     file = tmp_path / "own.json"
-    words = [
-        "--agentgym",
-        str(file),
-        "--query",
-        "success=yes&split=train&stage=stage-1&stage=stage-2",
-    ]
+    query = "success=yes&split=train&stage=stage-1&stage=stage-2"
+    words = ["--agentgym", str(file), "--query", query]
     cfg = load_config(params)
     (run,) = {head.key for head in open_store(cfg).heads("runs")}
     assert main(["view", f"r{run[:5]}", "--params", str(params), *words]) == 0
