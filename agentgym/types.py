@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -82,6 +83,17 @@ class SampleKey(NamedTuple):
     sample: int  # which sample of the item, 0 .. group_size - 1
     turn: int = 0
 
+    def chance(self, *purpose: str) -> float:
+        """Return a number in [0, 1) that is a function of the key and the purpose."""
+        text = "\x1f".join(map(str, (*self, *purpose))).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48
+
+    def is_drawn(self, share: float) -> bool:
+        """Return True if the engine is asked for the log-probabilities of this action, when it is
+        asked for those of a share of all actions. The engine cannot choose which.
+        """
+        return share >= 1 or self.chance("logprobs") < share
+
 
 class Sampling(NamedTuple):
     """Settings with which a policy samples one action."""
@@ -89,6 +101,7 @@ class Sampling(NamedTuple):
     key: SampleKey
     temperature: float = 1.0  # 0 is greedy
     max_new_tokens: int = 16
+    logprobs: bool = True  # the completion needs the log-probabilities of its tokens
 
     def require_room(self, prompt_ids: Sequence[int], context_tokens: int) -> None:
         """Raise ValueError if the prompt is empty, if `max_new_tokens` is below 1, or if both
@@ -111,7 +124,7 @@ class Completion:
     """One sampled action, as the engine produced it."""
 
     ids: tuple[int, ...]  # includes its stop token when stop_reason is "stop"
-    # natural log, of the distribution sampled from (temperature applied)
+    # natural log, at the sampling's temperature; may be empty if it does not ask for them
     logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"]
     version: int  # of the weights that sampled it
@@ -232,6 +245,7 @@ class Turn:
     version: int = 0  # of the weights that sampled the action
     reply: str = ""  # the whole reply, if it is more than the action
     info: Mapping[str, Any] = field(default_factory=dict)  # further data of the environment
+    has_logprobs: bool = True  # False: the engine was not asked for those of its tokens
     # seconds that the policy took to answer, and the environment
     generate_s: float = field(default=0.0, compare=False)
     env_s: float = field(default=0.0, compare=False)
@@ -304,7 +318,8 @@ class Trajectory:
     turns: tuple[Turn, ...]
     input_ids: tuple[int, ...]
     action_mask: tuple[bool, ...]  # true on tokens the policy sampled
-    logprobs: tuple[float, ...]  # of the sampling policy; 0.0 where action_mask is false
+    # of the sampling policy; 0.0 where action_mask is false, and in turns without them
+    logprobs: tuple[float, ...]
     temperature: float = 1.0
     num_attempts: int = 1
     error: str | None = None
@@ -314,6 +329,15 @@ class Trajectory:
     # seconds: generate_s, env_s, wall_s, and began_s since 1970; these and the turns' times are the
     # only values that are not reproducible
     timing: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    @property
+    def engine_logprobs(self) -> list[float | None]:
+        """[T]: `logprobs`, but None in turns whose ones the engine was not asked for."""
+        known: list[float | None] = [*self.logprobs]
+        for turn in self.turns:
+            if not turn.has_logprobs:
+                known[turn.start : turn.end] = [None] * (turn.end - turn.start)
+        return known
 
     @property
     def versions(self) -> tuple[int, ...]:

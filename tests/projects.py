@@ -186,11 +186,7 @@ class Project:
 
 def clone(folder: Path) -> Project:
     files = subprocess.run(
-        ["git", "ls-files"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     for name in files.stdout.split():
         if (ROOT / name).is_file():

@@ -72,10 +72,7 @@ def test_an_imported_dataset_is_never_pushed_and_comes_back_from_where_it_was_im
     assert (
         content(folder)
         == before
-        == {
-            "train/babyai_train.json": b"[]",
-            "eval/babyai_test.json": b"[]",
-        }
+        == {"train/babyai_train.json": b"[]", "eval/babyai_test.json": b"[]"}
     )
     check_pin(folder)
 

@@ -319,14 +319,7 @@ PAGES = {
         (paragraph("drift.json"), drift()),
         (
             section("Recipes on the default task"),
-            [
-                *losses(),
-                *rl_success(),
-                worst_of_the_chosen(),
-                *supervised(),
-                *dpo(),
-                *below_grpo(),
-            ],
+            [*losses(), *rl_success(), worst_of_the_chosen(), *supervised(), *dpo(), *below_grpo()],
         ),
         (section("Behind a locked door"), [*unlock(), *equal_cpu(), *choosing_seeds()]),
         (paragraph("packed.json"), packed_by_micro_batch()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from agentgym.algorithms.recipe import Truncated, all_equal
 from agentgym.types import Trajectory
 
 T = TypeVar("T", "Batch", "Experience")
+NOT_ASKED = math.inf  # no engine gives it, and NaN is what a broken one gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +27,9 @@ class Batch:
     action_mask: Tensor  # [N] bool, true on tokens the policy sampled
     # [N] float32: the outcome on the last action token, or each turn's reward on its last token
     rewards: Tensor
-    logprobs: Tensor  # [N] float32, of the sampling policy; 0 where action_mask is false
+    # [N] float32, of the sampling policy; 0 where action_mask is false, NOT_ASKED on action tokens
+    # whose log-probability the engine was not asked for
+    logprobs: Tensor
     group_ids: Tensor  # [B] int64, equal for samples of one item
     # [B] bool, true if a limit cut the episode (horizon, context or the simulator's own)
     truncated: Tensor
@@ -210,7 +214,12 @@ def to_batch(
         action_mask=torch.tensor([action for t in trajectories for action in t.action_mask]),
         rewards=rewards,
         logprobs=torch.tensor(
-            [logprob for t in trajectories for logprob in t.logprobs], dtype=torch.float32
+            [
+                NOT_ASKED if logprob is None else logprob
+                for trajectory in trajectories
+                for logprob in trajectory.engine_logprobs
+            ],
+            dtype=torch.float32,
         ),
         group_ids=torch.tensor(
             [groups.setdefault(t.item.item_id, len(groups)) for t in trajectories]

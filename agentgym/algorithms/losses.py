@@ -207,7 +207,10 @@ def corrections(
     token_truncate: min(w, cap). token_mask: w if floor <= w <= cap, else 0 (with a floor: IcePop).
     sequence_truncate: min(W, cap). sequence_mask: W if floor <= W <= cap, else 0.
     geometric_mask: 1 if floor <= M <= cap, else 0; M does not depend on the sequence's length.
+    none: 1, whatever the engine's are.
     """
+    if correction == "none":
+        return torch.ones_like(learner_logprobs)
     log_weights = learner_logprobs - engine_logprobs
     if correction.startswith("sequence"):
         log_weights = _sequence_sum(log_weights, sequence)[sequence]
@@ -225,12 +228,14 @@ def corrections(
 def mismatch(learner_logprobs: Tensor, engine_logprobs: Tensor, *, cap: float) -> dict[str, float]:
     """Return metrics of the mismatch between sampling engine and learner, over action tokens.
 
-    Both log-probabilities [n], n >= 1; weights w = pi_learner / pi_engine.
+    Both log-probabilities [n]; weights w = pi_learner / pi_engine. Empty if n is 0.
     kl: mean of k3 = w - 1 - log w, an unbiased estimate of KL(engine || learner), nats per token;
     max_abs: largest difference of a log-probability; ess: effective sample size of the weights as a
     share of n; outside_frac: share of weights outside [0.9, 1.1]; capped_frac: share of weights
     above `cap`.
     """
+    if not len(engine_logprobs):
+        return {}
     log_ratio = (learner_logprobs - engine_logprobs).double()
     weights = log_ratio.exp()
     return {

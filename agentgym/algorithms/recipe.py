@@ -17,7 +17,7 @@ Aggregation = Literal["token", "sequence", "constant"]
 KlEstimator = Literal["k1", "k2", "k3"]
 KlPlace = Literal["reward", "loss"]
 Correction = Literal[
-    "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"
 ]
 ENTRY_POINT_GROUP = "agentgym.recipes"
 

@@ -62,11 +62,7 @@ CHECKS = {
     "decisions": "each decision follows from its evidence, and the alias is where decisions put it",
 }
 
-IN_MLFLOW = {
-    "ledger": check_ledger,
-    "pages": check_pages,
-    "registry": check_registry,
-}
+IN_MLFLOW = {"ledger": check_ledger, "pages": check_pages, "registry": check_registry}
 
 
 def audit(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import StepRecord
+from agentgym.config import first_of
 from agentgym.pipeline.dvc import began_of
 
 OWN = "own"
@@ -53,8 +54,7 @@ def check_records(
     for other in OTHERS:
         names = [name for name, kind in pointer_kinds.items() if kind == other]
         if names:
-            few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            checks.notes.append(f"{len(names)} {other}: {few}")
+            checks.notes.append(f"{len(names)} {other}: {first_of(names, 3)}")
 
 
 def _compare(run_key: str, record: StepRecord, pointers: Path, checks: Checks) -> str | None:

@@ -75,7 +75,8 @@ def check_sampling(
             _skip_pruned(len(episodes), rescore, sampling)
             continue
         chosen = episodes if count is None else draw(episodes, count, seed, record.name, version)
-        judge = _Judge(cfg, checkpoint, random_seed, logged, rescore, sampling)
+        share = cfg.rollout.engine_logprobs if record.stage is not None else 1.0
+        judge = _Judge(cfg, checkpoint, random_seed, logged, rescore, sampling, share)
         if judge.tolerance is None:
             reason = f"no tolerance is stated for weights of {checkpoint.dtype}"
             for checks in (rescore, sampling):
@@ -194,7 +195,9 @@ class _Judge:
         logged: Sequence[tuple[str, Trajectory]],
         rescore: Checks,
         sampling: Checks,
+        logged_share: float = 1.0,
     ) -> None:
+        self._logged_share = logged_share  # of the actions, whose log-probabilities are recorded
         self._model, self._seed, self._logged = checkpoint.model.eval(), seed, logged
         self._rescore, self._sampling = rescore, sampling
         self._stop_ids = checkpoint.renderer.stop_ids
@@ -262,7 +265,8 @@ class _Judge:
         """Return True if a token is beyond a hard bound."""
         for turn in turns:
             logged = torch.tensor(episode.logprobs[turn.start : turn.start + len(turn.drawn)])
-            if self._gaps.is_beyond(turn.logprobs - logged):
+            is_logged = episode.turns[turn.number - 1].has_logprobs
+            if is_logged and self._gaps.is_beyond(turn.logprobs - logged):
                 return True
             if self._repeats_draws:
                 drawn = turn.outside if episode.temperature else turn.below
@@ -284,10 +288,7 @@ class _Judge:
         for sequence, (_, episode) in enumerate(chunk):
             for index, turn in enumerate(episode.turns):
                 if turn.version == version:
-                    key = SampleKey(
-                        self._seed, episode.step, episode.item.item_id, episode.sample, index
-                    )
-                    length = turn.end - turn.start
+                    key, length = self._key(episode, index), turn.end - turn.start
                     spans.append((sequence, index, turn.start, length))
                     positions.append(starts[sequence] + np.arange(turn.start, turn.end))
                     numbers.append(uniforms(key, length))
@@ -301,6 +302,9 @@ class _Judge:
             by_sequence.setdefault(sequence, []).append(_Turn(index + 1, start, *parts))
         for sequence, (where, episode) in enumerate(chunk):
             yield where, episode, by_sequence[sequence]
+
+    def _key(self, episode: Trajectory, turn: int) -> SampleKey:
+        return SampleKey(self._seed, episode.step, episode.item.item_id, episode.sample, turn)
 
     def _head(
         self,
@@ -339,9 +343,20 @@ class _Judge:
                     f" {episode.logprobs[token]:.6f}"
                 )
 
-            self._rescore.counted += 1
-            if failure := self._gaps.add((turn.logprobs - logged).abs(), described):
-                self._rescore.fail(failure)
+            if episode.turns[turn.number - 1].has_logprobs:
+                self._rescore.counted += 1
+                if failure := self._gaps.add((turn.logprobs - logged).abs(), described):
+                    self._rescore.fail(failure)
+            elif self._key(episode, turn.number - 1).is_drawn(self._logged_share):
+                self._rescore.fail(
+                    f"{where} turn {turn.number}: no log-probabilities, and its sample is of the"
+                    f" share that rollout.engine_logprobs {self._logged_share:g} draws"
+                )
+            else:
+                self._rescore.skip(
+                    "turns whose log-probabilities the engine was not asked for",
+                    f"rollout.engine_logprobs {self._logged_share:g}",
+                )
             # tokens after a forged turn were sampled from another context
             if honest and self._repeats_draws:
                 self._sampling.counted += len(ids)

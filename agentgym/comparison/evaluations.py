@@ -12,12 +12,7 @@ import numpy as np
 
 from agentgym.comparison.matrix import Cell
 from agentgym.comparison.versus import LOOKED_AT, horizon_of, sampled_slots
-from agentgym.evaluation.intervals import (
-    FloatArray,
-    Interval,
-    crossed_intervals,
-    family_codes,
-)
+from agentgym.evaluation.intervals import FloatArray, Interval, crossed_intervals, family_codes
 from agentgym.evaluation.numbers import Table, ks, per_item
 from agentgym.evaluation.paired import obstacle, values_by_turns
 from agentgym.evaluation.record import attempts_of

@@ -25,7 +25,7 @@ from agentgym.config.load import (
 from agentgym.config.operation import AlarmsConfig, GateConfig, KubeRayConfig, KubernetesConfig
 from agentgym.config.optimization import LearnerConfig, LoraConfig, OptimizerConfig
 from agentgym.config.params import RunConfig, is_elsewhere
-from agentgym.config.section import ConfigError, Section
+from agentgym.config.section import ConfigError, Section, first_of
 from agentgym.config.sections import (
     ChatConfig,
     EnvConfig,
@@ -67,6 +67,7 @@ __all__ = [
     "config_digest",
     "family_of",
     "first_line",
+    "first_of",
     "is_elsewhere",
     "load_config",
     "max_refills",

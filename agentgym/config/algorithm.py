@@ -104,7 +104,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         "token_truncate",
         "what the importance weight w of learner against engine does: truncate, min(w, cap); mask,"
         " w within [floor, cap] and 0 outside; w of a token, or the product over a sequence;"
-        " geometric_mask: 1 where the mean over a sequence is within, else 0",
+        " geometric_mask: 1 where the mean over a sequence is within, else 0; none: 1",
     )
     importance_cap: PositiveFloat = setting(2.0, "largest importance weight")
     importance_floor: float = setting(0.0, "masks: smallest importance weight", ge=0)
@@ -142,10 +142,10 @@ class PolicyGradientConfig(AlgorithmConfig):
                 f"algorithm.importance_floor {self.importance_floor:g} must be below importance_cap"
                 f" {self.importance_cap:g}"
             )
-        if self.importance_floor and self.correction.endswith("truncate"):
+        if self.importance_floor and not self.correction.endswith("mask"):
             raise ValueError(
                 f"algorithm.importance_floor {self.importance_floor:g} means nothing to correction"
-                f" {self.correction}, which truncates from above; leave it out, or use a mask"
+                f" {self.correction}, which has none; leave it out, or use a mask"
             )
         return self
 

@@ -93,9 +93,7 @@ class LoraConfig(Section):
     alpha: PositiveInt = setting(32, "the product of the matrices counts alpha / rank")
     dropout: float = setting(0.0, "0: the engine samples without")
     target_modules: tuple[str, ...] = setting(
-        (),
-        "linear layers of the blocks; empty: all of them",
-        examples=[["q_proj", "v_proj"]],
+        (), "linear layers of the blocks; empty: all of them", examples=[["q_proj", "v_proj"]]
     )
 
     @model_validator(mode="after")

@@ -155,6 +155,18 @@ class RunConfig(Section):
                 f"rollout.max_staleness {self.rollout.max_staleness} means nothing to recipe"
                 f" {name}; leave it out, or use a recipe of reinforcement learning"
             )
+        correction, share = getattr(self.algorithm, "correction", "none"), "rollout.engine_logprobs"
+        if self.rollout.engine_logprobs < 1 and correction != "none":
+            raise ValueError(
+                f"{share} {self.rollout.engine_logprobs:g} with algorithm.correction {correction}:"
+                f" it corrects by the engine's log-probability of each token; use {share} 1, or"
+                " correction none"
+            )
+        if self.rollout.max_staleness and correction == "none":
+            raise ValueError(
+                f"rollout.max_staleness {self.rollout.max_staleness} samples with older weights,"
+                " for which algorithm.correction none does not correct; use token_truncate"
+            )
         if self.deterministic and self.rollout.max_staleness:
             raise ValueError(
                 f"rollout.max_staleness {self.rollout.max_staleness} overlaps rollouts with the"

@@ -34,6 +34,12 @@ def unknown_key(
     return f"unknown key {'.'.join([*sections, name])}; {hint}"
 
 
+def first_of(names: Sequence[str], num: int = 5, separator: str = ", ") -> str:
+    """Join the first `num` names, and state how many more there are."""
+    more = f" and {len(names) - num} more" if len(names) > num else ""
+    return f"{separator.join(names[:num])}{more}"
+
+
 def setting(default: Any, description: str, **constraints: Any) -> Any:
     """Return a pydantic field that changes results and therefore is part of the store's keys."""
     return Field(default=default, description=description, **constraints)

@@ -53,8 +53,7 @@ class EnvConfig(Section):
         " and end with the run",
     )
     replicas: Literal["auto"] | PositiveInt = operational(
-        "auto",
-        "servers to start on Kubernetes; auto: enough for rollout.concurrency episodes",
+        "auto", "servers to start on Kubernetes; auto: enough for rollout.concurrency episodes"
     )
     keep: bool = operational(
         False, "leave its servers running for later runs with the same options; envs-down ends them"
@@ -140,8 +139,7 @@ class ModelConfig(Section):
         None, "source hub: branch, tag or commit; null: the default branch", examples=["main"]
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto",
-        "dtype of the weights and of computation; auto: the model's own (tiny: float32)",
+        "auto", "dtype of the weights and of computation; auto: the model's own (tiny: float32)"
     )
     chat: ChatConfig = ChatConfig()
     context_tokens: PositiveInt = setting(
@@ -239,6 +237,13 @@ class RolloutConfig(Section):
     )
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", "dtype in which vLLM computes; auto: the dtype of the learner's weights"
+    )
+    engine_logprobs: float = setting(
+        1.0,
+        "share of the actions whose log-probabilities the engine gives: they cost vLLM speed. Below"
+        " 1 needs algorithm.correction none; mismatch and audit speak for this share alone",
+        gt=0,
+        le=1,
     )
     token_numbers_frac: float = setting(
         0.05,

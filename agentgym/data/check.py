@@ -7,16 +7,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentgym.config import ConfigError, EnvConfig, ExplorationConfig, RunConfig, max_refills
-from agentgym.data.items import (
-    SPLITS,
-    DataError,
-    Splits,
+from agentgym.config import (
+    ConfigError,
+    EnvConfig,
+    ExplorationConfig,
+    RunConfig,
     first_of,
-    load_splits,
-    mix_splits,
-    train_stream,
+    max_refills,
 )
+from agentgym.data.items import SPLITS, DataError, Splits, load_splits, mix_splits, train_stream
 from agentgym.data.trajectories import Recorded, load_trajectories
 from agentgym.types import Item
 

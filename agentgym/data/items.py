@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.config import ConfigError, RunConfig, first_of
 from agentgym.types import Item
 
 # Items in the published AgentGym-RL-Data-ID, (train, eval); None if the count is not known exactly
@@ -33,7 +33,6 @@ PUBLISHED = Path("data/hub/AgentGym-RL-Data-ID")
 
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
 SPLITS = ("train", "validation", "test")
-_MAX_CULPRITS = 5
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -202,11 +201,6 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
-
-
-def first_of(names: Sequence[str], separator: str = ", ") -> str:
-    more = f" and {len(names) - _MAX_CULPRITS} more" if len(names) > _MAX_CULPRITS else ""
-    return f"{separator.join(names[:_MAX_CULPRITS])}{more}"
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agentgym.config import RunConfig
+from agentgym.config import RunConfig, first_of
 from agentgym.data.items import (
     DataError,
     Splits,
     data_digest,
     digest_of_files,
-    first_of,
     has_lists,
     interleave,
     load_splits,
@@ -151,7 +150,9 @@ def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[
 def _refuse(refusals: Sequence[Refusal], advice: str) -> None:
     """Raise DataError with the first refusals and `advice` on what to do, if there are any."""
     if refusals:
-        raise DataError(f"{first_of([str(refusal) for refusal in refusals], '; ')}; {advice}")
+        raise DataError(
+            f"{first_of([str(refusal) for refusal in refusals], separator='; ')}; {advice}"
+        )
 
 
 def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Recorded]:

@@ -39,11 +39,7 @@ from agentgym.tracking.points import Point
 from agentgym.types import Endpoints, Item, Usage
 
 SCHEMA = 1  # version of the fields that an evaluation's digest covers
-HARNESS = (
-    "agentgym.evaluation.playing",
-    "agentgym.rollouts.collect",
-    "agentgym.rollouts.episode",
-)
+HARNESS = ("agentgym.evaluation.playing", "agentgym.rollouts.collect", "agentgym.rollouts.episode")
 Items = Mapping[str, Sequence[Item]]  # by environment
 
 

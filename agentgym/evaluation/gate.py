@@ -31,13 +31,7 @@ from agentgym.evaluation.intervals import (
     moments,
 )
 from agentgym.evaluation.numbers import item_means
-from agentgym.evaluation.paired import (
-    POWER,
-    Pair,
-    gains_by_family,
-    mcnemar_exact,
-    means_in_both,
-)
+from agentgym.evaluation.paired import POWER, Pair, gains_by_family, mcnemar_exact, means_in_both
 from agentgym.store.manifest import canonical_json, sha256
 
 Verdict = Literal["PROMOTE", "HOLD", "REJECT"]

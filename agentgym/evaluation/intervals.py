@@ -115,11 +115,7 @@ class Moments:
 
 
 def clustered_interval(
-    values: FloatArray,
-    families: Sequence[Hashable] | None = None,
-    *,
-    kind: Kind,
-    confidence: float,
+    values: FloatArray, families: Sequence[Hashable] | None = None, *, kind: Kind, confidence: float
 ) -> Interval:
     """Return the mean of `values` [I] with its interval; NaN is left out. kind: see `Kind`.
     families: [I] family of each item; they are the clusters if there are FEWEST or more, else every

@@ -402,11 +402,7 @@ def ratio(
 
 
 def to_success(
-    cost: FloatArray,
-    samples: FloatArray,
-    families: Families | None = None,
-    *,
-    confidence: float,
+    cost: FloatArray, samples: FloatArray, families: Families | None = None, *, confidence: float
 ) -> dict[str, Any] | None:
     """Return `mean` (with interval) and `median` cost of successful episodes, and `num_episodes`.
     cost, samples (success; 1, 0 or NaN): [I, n]. None if nothing succeeded or a cost is not known.

@@ -294,11 +294,7 @@ def _within_turns(slots: Sequence[Slot], horizons: Sequence[int]) -> FloatArray:
 
 
 def within(
-    slots: Sequence[Slot],
-    costs: Sequence[float | None],
-    axis: str,
-    *,
-    confidence: float,
+    slots: Sequence[Slot], costs: Sequence[float | None], axis: str, *, confidence: float
 ) -> Curve | None:
     """Return success within a budget of tokens or seconds, at NUM_BUDGETS quantiles of the cost of
     successes. costs: of each slot's whole episode; a success counts at budgets of its cost or more.

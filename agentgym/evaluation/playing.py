@@ -41,16 +41,7 @@ class Table:
 
     def attempts(self, env_protocol: EnvProtocol) -> dict[bool, PlaysEpisodes]:
         """Return the players of the greedy episodes (True) and of the samples (False)."""
-        settings = EpisodeSettings(
-            seed=self.protocol.seed,
-            step=0,
-            max_turns=env_protocol.max_turns,
-            temperature=env_protocol.temperature,
-            max_new_tokens=env_protocol.max_new_tokens,
-            context_tokens=env_protocol.context_tokens,
-            instructions=self.instructions if env_protocol.instructions else {},
-            action_format=env_protocol.action_format,
-        )
+        settings = env_protocol.episodes(self.protocol.seed, self.instructions)
         return {
             greedy: self.seat.attempts(
                 replace(settings, temperature=0.0) if greedy else settings, env_protocol

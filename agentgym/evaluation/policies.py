@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.protocol import EnvProtocol, EvaluationProtocol
-from agentgym.rollouts.episode import (
-    Guide,
-    PlayerFailed,
-    PlayerOf,
-    PlayerReply,
-    token_players,
-)
+from agentgym.rollouts.episode import Guide, PlayerFailed, PlayerOf, PlayerReply, token_players
 from agentgym.rollouts.players import ExpertPlayer, RandomPlayer, ScriptedPlayer, TextPlayer
 from agentgym.rollouts.policies.engines import engine_module, engine_python, versions_in
 from agentgym.rollouts.policies.hosted import Endpoint, HostedModel
@@ -133,10 +127,7 @@ async def seated(contender: Contender, cfg: RunConfig, spent: Usage) -> AsyncIte
         from agentgym.rollouts.engine import open_policy  # imports torch, which is slow
 
         policy = open_policy(
-            cfg,
-            contender.checkpoint,
-            num_slots=cfg.rollout.concurrency,
-            version=contender.version,
+            cfg, contender.checkpoint, num_slots=cfg.rollout.concurrency, version=contender.version
         )
         try:
             yield Seat(token_players(policy, contender.checkpoint.renderer))

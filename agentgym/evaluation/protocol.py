@@ -33,6 +33,7 @@ from agentgym.config import (
 )
 from agentgym.config.section import Seed, operational, setting
 from agentgym.data.items import DataError, load_ids, load_splits, parse_item_id
+from agentgym.rollouts.episode import EpisodeSettings
 from agentgym.types import Item
 
 FOLDER = Path("profiles/eval")
@@ -86,6 +87,19 @@ class EnvProtocol(Section):
         "seconds that an episode's environment may take in all; more, and the episode has failed",
     )
     max_attempts: PositiveInt = setting(3, "attempts at an episode that fails")
+
+    def episodes(self, seed: int, instructions: Mapping[str, str]) -> EpisodeSettings:
+        """Return the settings of sampled episodes. instructions: by environment."""
+        return EpisodeSettings(
+            seed=seed,
+            step=0,
+            max_turns=self.max_turns,
+            temperature=self.temperature,
+            max_new_tokens=self.max_new_tokens,
+            context_tokens=self.context_tokens,
+            instructions=instructions if self.instructions else {},
+            action_format=self.action_format,
+        )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

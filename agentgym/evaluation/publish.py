@@ -22,12 +22,7 @@ from agentgym.evaluation.question import TAG as QUESTION
 from agentgym.evaluation.question import question_of_evaluation
 from agentgym.evaluation.record import examples_of
 from agentgym.evaluation.registry import Promotions
-from agentgym.evaluation.report import (
-    Curve,
-    EvaluationRow,
-    evaluation_png,
-    learning_curve_png,
-)
+from agentgym.evaluation.report import Curve, EvaluationRow, evaluation_png, learning_curve_png
 from agentgym.evaluation.result import Result, ResultError
 from agentgym.evaluation.stored import NumbersChanged, stored_result
 from agentgym.models.checkpoint import policy_digest, save_pretrained

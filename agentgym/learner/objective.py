@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from agentgym.algorithms.batch import Batch, Experience
+from agentgym.algorithms.batch import NOT_ASKED, Batch, Experience
 from agentgym.algorithms.losses import (
     POLICY_LOSSES,
     Actions,
@@ -37,8 +37,9 @@ def scored(
     """
     batch, (logprobs, entropies) = experience.batch, scores
     engine, limit = batch.logprobs[batch.action_mask], algorithm.max_mismatch_kl
-    gap = mismatch(logprobs, engine, cap=algorithm.importance_cap)
-    if limit is not None and not gap["kl"] <= limit:
+    asked = engine != NOT_ASKED
+    gap = mismatch(logprobs[asked], engine[asked], cap=algorithm.importance_cap)
+    if limit is not None and gap and not gap["kl"] <= limit:
         raise EngineMismatch(
             f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"
             f" {limit:g}, largest single difference {gap['max_abs']:.3g}); the engine holds other"

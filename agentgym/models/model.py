@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from agentgym.config import ConfigError, ModelConfig
+from agentgym.config import ConfigError, ModelConfig, first_of
 from agentgym.models.architecture import (
     TOKENIZER_NAMES,
     published_architecture,
@@ -41,7 +41,6 @@ from agentgym.models.tokenizer import load_tokenizer, require_rows
 logger = logging.getLogger(__name__)
 
 PAD, USER, ASSISTANT, END = "<|pad|>", "<|user|>", "<|assistant|>", "<|end|>"  # of CHAT_TEMPLATE
-NUM_NAMED = 3  # tensors named in an error text
 # All tokenizer files travel as one JSON blob {file name: text}.
 TokenizerFiles = dict[str, str]
 
@@ -185,7 +184,9 @@ def _published_model(config: ModelConfig, architecture: PretrainedConfig) -> Pre
         }
     finally:
         messages.removeFilter(report)
-    descriptions = [f"{_some(names)} {problem}" for problem, names in problems.items() if names]
+    descriptions = [
+        f"{first_of(sorted(names), 3)} {problem}" for problem, names in problems.items() if names
+    ]
     if descriptions:
         raise ConfigError(
             f"the weights of {config.name} are not those of its config.json:"
@@ -214,12 +215,6 @@ class _LoadReport(logging.Filter):
         text = record.getMessage()
         self.unmade |= set(re.findall(r"on tensors destined for (\S+)\. Ckpt contains", text))
         return "LOAD REPORT" not in text
-
-
-def _some(names: Collection[str]) -> str:
-    """Return the first NUM_NAMED names, sorted, and the number of the others, as text."""
-    first = ", ".join(sorted(names)[:NUM_NAMED])
-    return first + (f" and {len(names) - NUM_NAMED} more" if len(names) > NUM_NAMED else "")
 
 
 def listed(ids: int | list[int] | None) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.config import ConfigError, RunConfig, first_of
 from agentgym.pipeline.run import confirm
 from agentgym.pipeline.stored_config import keep_run
 from agentgym.pipeline.table import finished, open_store, run_key, steps_of
@@ -34,7 +34,6 @@ HEADER = """\
 # only pointers stops there.
 """
 TRAINED = ("sft_loss", "rollout_success", "validation_success")
-SHOWN = 3  # results that an error names
 LAST = "stored"  # its output is in no clone, because git ignores the folder of local state
 
 
@@ -260,9 +259,7 @@ def _lacking(
     done: Mapping[str, Manifest],
 ) -> str:
     """Return the error text: what is missing, and the ways to get it."""
-    names = list(lacking)
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    named = [f"{name} ({lacking[name]['digest'][:12]})" for name in names[:SHOWN]]
+    named = first_of([f"{name} ({known['digest'][:12]})" for name, known in lacking.items()], 3)
     roots = sorted({known["store"] for known in lacking.values()} - {"", store.root})
     shared = next((root for root in roots if root.startswith("s3://")), "")
     ways = [
@@ -275,12 +272,12 @@ def _lacking(
     if not any(root.startswith("s3://") for root in (theirs, store.root)):
         here = store.root if roots else "the same place here"
         ways.append(f"copy that machine's {theirs} to {here}")
-    if names[0] in done:
+    if next(iter(lacking)) in done:
         ways.append("take this store's own run in their place: `dvc repro --force` trains nothing")
     else:
         ways.append("make them here: `dvc repro --force` trains, like the first time")
     return (
         f"{folder} has pointers to results that the store {store.root} lacks:"
-        f" {', '.join(named)}{more}. Git and `dvc pull` bring pointers and data, no weights. To"
+        f" {named}. Git and `dvc pull` bring pointers and data, no weights. To"
         f" have them, {', or '.join(ways)}"
     )

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentgym.config import ConfigError, EnvConfig, RunConfig
+from agentgym.config import ConfigError, EnvConfig, RunConfig, first_of
 from agentgym.data.check import compare_tasks
-from agentgym.data.items import DataError, Splits, first_of, list_files
+from agentgym.data.items import DataError, Splits, list_files
 from agentgym.deploy.environment import environment_servers
 from agentgym.deploy.local import check_local_env
 from agentgym.rollouts.env_client import EnvError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentgym.config import LoraConfig, ModelConfig, RunConfig
+from agentgym.config import LoraConfig, ModelConfig, RunConfig, first_of
 from agentgym.models.architecture import published_architecture
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
 from agentgym.steps.step import Kind, Step, stages
@@ -134,9 +134,7 @@ def changed(now: Any, before: Any, path: str = "") -> list[str]:
 
 
 def _few(texts: list[str], num: int = 3) -> str:
-    """Join the first `num` texts, each cut to 80 characters, and state how many more there are."""
-    more = f" and {len(texts) - num} more" if len(texts) > num else ""
-    return ", ".join(text if len(text) <= 80 else f"{text[:77]}..." for text in texts[:num]) + more
+    return first_of([text if len(text) <= 80 else f"{text[:77]}..." for text in texts], num)
 
 
 def check_model(config: ModelConfig, lora: LoraConfig) -> None:

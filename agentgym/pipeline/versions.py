@@ -12,11 +12,7 @@ from agentgym.data.check import load_data
 from agentgym.evaluation.gate import Evidence
 from agentgym.evaluation.history import Entry, Version, champion_of
 from agentgym.evaluation.protocol import EvaluationRequest
-from agentgym.evaluation.publish import (
-    PlayAnew,
-    evidence_of,
-    promotions_of,
-)
+from agentgym.evaluation.publish import PlayAnew, evidence_of, promotions_of
 from agentgym.evaluation.question import question_asked
 from agentgym.evaluation.record import STEP as EVALUATION
 from agentgym.evaluation.registry import Promotions, Standing, told_of_files

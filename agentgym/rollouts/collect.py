@@ -323,12 +323,14 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     logprobs = [
         logprob
         for trajectory in valid
-        for logprob in compress(trajectory.logprobs, trajectory.action_mask)
+        for logprob in compress(trajectory.engine_logprobs, trajectory.action_mask)
+        if logprob is not None
     ]
-    return metrics | {
+    if logprobs:
         # entropy of the sampling distributions, estimated from the samples: known at every step,
         # also without training
-        "rollout/entropy": -sum(logprobs) / max(len(logprobs), 1),
+        metrics["rollout/entropy"] = -sum(logprobs) / len(logprobs)
+    return metrics | {
         "rollout/success": success_share(valid),
         "rollout/reward_mean": sum(trajectory.reward or 0.0 for trajectory in valid) / count,
         "rollout/turns_mean": sum(len(trajectory.turns) for trajectory in valid) / count,

@@ -169,6 +169,7 @@ def episode_settings(
         context_tokens=cfg.model.context_tokens,
         instructions=instructions,
         action_format=cfg.rollout.action_format,
+        engine_logprobs=cfg.rollout.engine_logprobs,
         **collection,
     )
 

@@ -53,6 +53,7 @@ class PlayerReply(NamedTuple):
     version: int = 0  # of the weights that sampled it
     start: int = 0  # its tokens are input_ids[start:end]; both 0 if it has none
     end: int = 0
+    has_logprobs: bool = True
 
 
 class Player(Protocol):
@@ -108,10 +109,12 @@ class EpisodeSettings:
     action_format: Literal["plain", "react"] = "plain"
     # append a truncated episode's last observation, too, if it fits: a critic values that state
     read_last: bool = False
+    engine_logprobs: float = 1.0  # share of the actions whose log-probabilities the engine gives
 
     def sampling(self, item: Item, sample: int, turn: int) -> Sampling:
         key = SampleKey(self.seed, self.step, item.item_id, sample, turn)
-        return Sampling(key, self.temperature, self.max_new_tokens)
+        is_drawn = key.is_drawn(self.engine_logprobs)
+        return Sampling(key, self.temperature, self.max_new_tokens, is_drawn)
 
     def instructions_of(self, item: Item) -> str:
         return self.instructions.get(item.env, "")
@@ -156,6 +159,7 @@ class Episode:
                 message.version,
                 reply=message.text if has_more else "",
                 info=dict(reply.info),
+                has_logprobs=message.has_logprobs,
                 generate_s=round(generate_s, 5),
                 env_s=round(time.perf_counter() - began, 5),
             )
@@ -172,7 +176,7 @@ class Episode:
         """Append the tokens that the engine sampled and their log-probabilities."""
         self.input_ids += completion.ids
         self.action_mask += [True] * len(completion.ids)
-        self.logprobs += completion.logprobs
+        self.logprobs += completion.logprobs or [0.0] * len(completion.ids)
 
     def finish(
         self, status: Status, *, num_attempts: int = 1, error: str | None = None
@@ -358,7 +362,8 @@ class TokenPlayer:
         self._stopped = self._renderer.ends_turn(completion.ids)
         text, format = self._renderer.text(completion.ids), self._settings.action_format
         action = extract_action(text, format, opens_thought=self._renderer.opens_thought)
-        return PlayerReply(text, action, completion.version, start, len(episode.input_ids))
+        end, has_logprobs = len(episode.input_ids), bool(completion.logprobs)
+        return PlayerReply(text, action, completion.version, start, end, has_logprobs)
 
     def hear(self, observation: str, *, last: bool) -> bool:
         following = self._renderer.bridge(observation, stopped=self._stopped)

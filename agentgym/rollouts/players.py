@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import Episode, PlayerFailed, PlayerReply
-from agentgym.types import SampleKey, Sampling
+from agentgym.types import Sampling
 from envs.wire import ErrorKind
 
 
@@ -79,11 +78,5 @@ class RandomPlayer(TextPlayer):
         actions = sorted(await hints_of(session))
         if not actions:
             return None
-        action = actions[int(chance(sampling.key) * len(actions))]
+        action = actions[int(sampling.key.chance() * len(actions))]
         return PlayerReply(action, action)
-
-
-def chance(key: SampleKey) -> float:
-    """Return a number in [0, 1) that is a function of the key."""
-    text = "\x1f".join(map(str, key)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=6).digest()) / 2**48

@@ -16,12 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from agentgym.private import own_login, with_login
 from agentgym.tracking.points import LedgerError, Point
-from agentgym.tracking.reaching import (
-    SUPERSEDED,
-    make_database,
-    prepare_environment,
-    quieten,
-)
+from agentgym.tracking.reaching import SUPERSEDED, make_database, prepare_environment, quieten
 from agentgym.tracking.saved_view import tags_of_experiment
 from agentgym.tracking.step_data import DatasetInput, EpisodeTrace, source_tags
 from envs.plain import plain

@@ -29,7 +29,6 @@ from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import (
     ContextFull,
     Episode,
-    EpisodeSettings,
     Player,
     PlayerFailed,
     PlayerReply,
@@ -215,16 +214,7 @@ class Room:
 def _episode(
     env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
 ) -> Episode:
-    settings = EpisodeSettings(
-        seed=secrets.randbelow(2**31),
-        step=0,
-        max_turns=env_protocol.max_turns,
-        temperature=env_protocol.temperature,
-        max_new_tokens=env_protocol.max_new_tokens,
-        context_tokens=env_protocol.context_tokens,
-        instructions=instructions if env_protocol.instructions else {},
-        action_format=env_protocol.action_format,
-    )
+    settings = env_protocol.episodes(secrets.randbelow(2**31), instructions)
     return Episode(item, 1, settings, observation)
 
 

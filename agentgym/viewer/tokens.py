@@ -41,7 +41,7 @@ class Token:
 class Numbers:
     """The recorded numbers of a sampled token; None: not recorded."""
 
-    engine: float
+    engine: float | None
     version: int
     learner: float | None
     entropy: float | None
@@ -58,9 +58,10 @@ def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
         position: turn.version for turn in episode.turns for position in range(turn.start, turn.end)
     }
     newest = max(versions.values(), default=0)
+    engine = episode.engine_logprobs
     return {
         position: Numbers(
-            episode.logprobs[position],
+            engine[position],
             versions.get(position, newest),
             *(column[number] if number < len(column) else None for column in columns),
         )
@@ -133,10 +134,12 @@ def told(position: int, token: int, numbers: Numbers | None) -> str:
     pieces = [f"token {position}, id {token}"]
     if numbers is None:
         return f"{pieces[0]}, read and not sampled: not in the loss"
-    pieces.append(f"engine {numbers.engine:.4f} nats (p {math.exp(min(numbers.engine, 0)):.3f})")
-    if numbers.learner is not None:
-        gap = numbers.learner - numbers.engine
-        pieces.append(f"learner {numbers.learner:.4f}, {gap:+.4f} of it")
+    engine, learner = numbers.engine, numbers.learner
+    if engine is not None:
+        pieces.append(f"engine {engine:.4f} nats (p {math.exp(min(engine, 0)):.3f})")
+    if learner is not None:
+        apart = "" if engine is None else f", {learner - engine:+.4f} of it"
+        pieces.append(f"learner {learner:.4f}{apart}")
     if numbers.entropy is not None:
         pieces.append(f"entropy {numbers.entropy:.4f}")
     if numbers.ratio is not None:

@@ -300,8 +300,7 @@ def of_bytes(*before):
     inner.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     inner.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False),
+        TEXTS, trainers.BpeTrainer(vocab_size=340, initial_alphabet=alphabet, show_progress=False)
     )
     return inner
 
@@ -310,10 +309,7 @@ def sentencepiece(normalizer, split, special, **fields):
     """Return a BPE over characters, with byte fallback; blanks are ▁."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Metaspace()
-    inner.train_from_iterator(
-        TEXTS,
-        trainers.BpeTrainer(vocab_size=140, show_progress=False),
-    )
+    inner.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=140, show_progress=False))
     state = json.loads(inner.to_str())
     learned = sorted(state["model"]["vocab"], key=state["model"]["vocab"].get)
     vocab = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), *learned]

@@ -228,10 +228,7 @@ def followed(make_copy, tmp_path_factory):
 @pytest.mark.parametrize(
     ("guide", "files"),
     [
-        (
-            "An advantage",
-            {"agentgym/algorithms/advantages.py", "agentgym/algorithms/recipe.py"},
-        ),
+        ("An advantage", {"agentgym/algorithms/advantages.py", "agentgym/algorithms/recipe.py"}),
         ("A loss", {"agentgym/algorithms/losses.py", "agentgym/algorithms/recipe.py"}),
         (
             "A training loop",

@@ -30,12 +30,7 @@ SMALL = {
     "warm_start": {"num_demos": 48, "steps": 100, "batch_size": 8, "optimizer": {"lr": 0.005}},
     "horizon": {"kind": "stepwise", "max_turns": [5, 6], "stage_steps": [2, 1]},
     "validation": {"every": 2, "num_items": 6, "max_turns": 6},
-    "evaluation": {
-        "num_items": 6,
-        "num_samples": 2,
-        "k": [1, 2],
-        "max_turns": 6,
-    },
+    "evaluation": {"num_items": 6, "num_samples": 2, "k": [1, 2], "max_turns": 6},
 }
 SHORT = {**SMALL["warm_start"], "steps": 20}  # for tests that need no success
 ROLLOUT = {"items_per_step": 6, "group_size": 4, "concurrency": 24, "temperature": 0.7}
@@ -85,13 +80,7 @@ def train(cfg):
 
 def train_on(cfg):
     """Run `train` from a finished warm start on."""
-    for name in (
-        "stage-1",
-        "stage-2",
-        "evaluate-warm-start",
-        "evaluate-stage-2",
-        "register",
-    ):
+    for name in ("stage-1", "stage-2", "evaluate-warm-start", "evaluate-stage-2", "register"):
         run_step(name, cfg)
     report = audit(cfg, num_episodes=4)
     assert report.ok, [check.failures for check in report.checks if not check.ok]
@@ -199,12 +188,7 @@ def test_three_updates_in_a_browser_pass_the_audit(params, serving, tmp_path):
             model={**SMALL["model"], "context_tokens": 2048},
             warm_start={**SMALL["warm_start"], "num_demos": 12, "steps": 5},
             validation={"every": 2, "num_items": 2, "max_turns": 5},
-            evaluation={
-                "num_items": 2,
-                "num_samples": 1,
-                "k": [1],
-                "max_turns": 5,
-            },
+            evaluation={"num_items": 2, "num_samples": 1, "k": [1], "max_turns": 5},
         )
         metrics, done = train(cfg)
     assert len(metrics) == 3
@@ -231,10 +215,7 @@ def test_a_run_on_several_environments_mixes_them_by_weight_and_reports_each(par
         run_step(name, alone)
     with contextlib.ExitStack() as stack:
         served = [
-            {
-                **env,
-                "endpoints": [stack.enter_context(serving(env["name"], env["options"]))[0]],
-            }
+            {**env, "endpoints": [stack.enter_context(serving(env["name"], env["options"]))[0]]}
             for env in mixed
         ]
         cfg = params(*served, **changes)

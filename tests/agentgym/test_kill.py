@@ -258,10 +258,7 @@ def test_a_killed_run_ends_bit_identical_to_one_that_nobody_touched(untouched, k
     # optimizer states are kept while the run needs them: between commits and between stages
     assert [
         [OPTIMIZER in each.blobs for each in ours[name]] for name in ("stage-1", "stage-2")
-    ] == [
-        [True, True],
-        [True, False],
-    ]
+    ] == [[True, True], [True, False]]
     assert OPTIMIZER not in ours["warm-start"][-1].blobs
     assert last.blobs[WEIGHTS] != ours["warm-start"][-1].blobs[WEIGHTS], (
         "nothing was learned, so nothing was shown"

@@ -30,7 +30,6 @@ def test_an_endpoint_carries_its_token_and_shows_it_nowhere():
 def test_the_versions_of_an_episode_are_those_of_its_turns():
     turns = tuple(Turn("go", "you see", 0.0, version=version) for version in (3, 2, 3))
     episode = Trajectory(
-        *(Item("babyai", 1), 0, 1, 6, Status.MAX_TURNS, 0.0, False, "task", turns),
-        *((), (), ()),
+        *(Item("babyai", 1), 0, 1, 6, Status.MAX_TURNS, 0.0, False, "task", turns), *((), (), ())
     )
     assert episode.versions == (2, 3)

@@ -76,11 +76,7 @@ def audited(code, checks, stderr=""):
 def test_an_audit_passes_when_it_says_so_and_ends_well(project):
     good, bad = (
         {"name": "items", "ok": True, "failures": []},
-        {
-            "name": "ledger",
-            "ok": False,
-            "failures": ["one is missing", "another"],
-        },
+        {"name": "ledger", "ok": False, "failures": ["one is missing", "another"]},
     )
     assert project.audit_failures(audited(0, [good])) == []
     assert project.audit_failures(audited(1, [good, bad])) == ["ledger: one is missing"]

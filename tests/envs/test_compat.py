@@ -251,10 +251,7 @@ async def test_a_sciworld_client_plays_by_score_and_asks_the_further_routes():
             "name"
         ] == "universe"
         state = (await client.get(f"/state?id={number}")).json()
-        assert (state["observation"].strip(), state["current_moves"]) == (
-            shown["observation"],
-            0,
-        )
+        assert (state["observation"].strip(), state["current_moves"]) == (shown["observation"], 0)
         seen = await post(client, "/step_visual", id=number, action="open door to kitchen")
         assert (seen["observation"], seen["moves"], seen["info"]["taskName"]) == (
             "The door is now open.",

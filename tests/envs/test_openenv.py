@@ -50,10 +50,7 @@ def test_openenvs_own_client_plays_gold_episodes(serving, openenv, gold, name):
 
 
 async def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(serving):
-    async with (
-        served(serving) as (url, _),
-        socket_of(url) as socket,
-    ):
+    async with served(serving) as (url, _), socket_of(url) as socket:
         assert await code_of(socket, step("inventory")) == "EXECUTION_ERROR"
         assert (await ask(socket, {"type": "state"}))["data"] == {
             "episode_id": None,
@@ -88,10 +85,7 @@ async def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(s
             assert await code_of(socket, message) == code, message
         shown = await ask(
             socket,
-            {
-                "type": "step",
-                "data": {"message": "get 9 emerald", "metadata": {"why": "to begin"}},
-            },
+            {"type": "step", "data": {"message": "get 9 emerald", "metadata": {"why": "to begin"}}},
         )
         assert (shown["data"]["observation"]["text"], shown["data"]["reward"]) == (
             "Got 9 emerald",
@@ -104,10 +98,7 @@ async def test_what_cannot_be_understood_gets_its_code_and_the_episode_goes_on(s
 
 
 async def test_errors_say_where_and_do_not_repeat_what_was_sent(serving):
-    async with (
-        served(serving) as (url, _),
-        socket_of(url) as socket,
-    ):
+    async with served(serving) as (url, _), socket_of(url) as socket:
         reply = await ask(socket, {"type": "step", "data": {"message": ["secret words"]}})
         assert reply["data"]["message"].startswith(
             "step.data.message: Input should be a valid string"
@@ -155,10 +146,7 @@ async def test_a_full_server_says_so_at_once_and_ends_the_connection(serving):
 
 
 async def test_connections_without_a_reset_are_counted_too_and_http_still_has_room(serving):
-    async with (
-        served(serving, max_sessions=2) as (url, _),
-        contextlib.AsyncExitStack() as stack,
-    ):
+    async with served(serving, max_sessions=2) as (url, _), contextlib.AsyncExitStack() as stack:
         sockets = [await stack.enter_async_context(socket_of(url)) for _ in range(6)]
         await ask(sockets[0], {"type": "state"})
         assert [
@@ -229,10 +217,7 @@ async def test_environments_that_fail_have_the_codes_of_the_contract(serving, ca
         await ask(socket, {"type": "reset", "data": {}})
         assert (await ask(socket, step("on")))["data"]["observation"]["text"] == "on"
         reply = await ask(socket, {"type": "reset", "data": {"seed": 1}})
-        assert (reply["data"]["code"], reply["data"]["factory_name"]) == (
-            "FACTORY_ERROR",
-            "broken",
-        )
+        assert (reply["data"]["code"], reply["data"]["factory_name"]) == ("FACTORY_ERROR", "broken")
         with pytest.raises(ConnectionClosed):
             await asyncio.wait_for(socket.recv(), 5)
 

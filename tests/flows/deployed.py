@@ -95,11 +95,7 @@ class Deployed:
     def wait(self, run, *states, timeout_s=240):
         deadline = time.monotonic() + timeout_s
         while (state := self.api(f"flow_runs/{run}")["state"])["name"] not in states:
-            assert time.monotonic() < deadline, (
-                state,
-                self.log("prefect"),
-                self.log("supervisor"),
-            )
+            assert time.monotonic() < deadline, (state, self.log("prefect"), self.log("supervisor"))
             time.sleep(0.7)  # a request costs the server 20 ms
         return self.look(run)
 

@@ -334,12 +334,7 @@ def test_a_killed_deployment_run_recovers_by_itself_and_shows_every_stage(deploy
         for name, message in seen["logs"]
     )
     audit = deployed.project.run(
-        "agentgym",
-        "audit",
-        "--episodes",
-        "2",
-        "--set",
-        "horizon.stage_steps=[6,1,1]",
+        "agentgym", "audit", "--episodes", "2", "--set", "horizon.stage_steps=[6,1,1]"
     )
     assert audit.returncode == 0, audit.stdout
 

@@ -64,8 +64,7 @@ def test_ci_runs_the_two_commands():
 
 
 @pytest.mark.parametrize(
-    "command",
-    [pytest.param(c, marks=pytest.mark.slow) if c.startswith(LONG) else c for c in SHOWN],
+    "command", [pytest.param(c, marks=pytest.mark.slow) if c.startswith(LONG) else c for c in SHOWN]
 )
 def test_commands_of_the_readme_work(finished, command):
     if "path/to/model" in command:

@@ -4,10 +4,7 @@ import json
 
 import pytest
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.filterwarnings("ignore:Unverified HTTPS request"),
-]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.filterwarnings("ignore:Unverified HTTPS request")]
 
 
 @pytest.fixture

@@ -12,10 +12,7 @@ import pytest
 
 from agentgym.deploy.kube.client import Kind, connect
 
-pytestmark = [
-    pytest.mark.kubernetes,
-    pytest.mark.filterwarnings("ignore:Unverified HTTPS request"),
-]
+pytestmark = [pytest.mark.kubernetes, pytest.mark.filterwarnings("ignore:Unverified HTTPS request")]
 
 MAP = Kind("v1", "ConfigMap")
 DEADLINE_S = 60.0

@@ -24,10 +24,7 @@ pytestmark = pytest.mark.integration  # kubectl renders the manifests
 ROOT = Path(__file__).parents[2]
 K8S = ROOT / "k8s"
 VERSIONS = ("1.36", "1.37")
-OPTIONAL = (
-    *("admission", "autoscale"),
-    *("network/https", "network/retriever", "network/sites"),
-)
+OPTIONAL = (*("admission", "autoscale"), *("network/https", "network/retriever", "network/sites"))
 NAMESPACES = ("agentgym", "agentgym-flows", "agentgym-fleets")
 OF_NONE = (
     *("Namespace", "ClusterRole", "ClusterRoleBinding"),

@@ -24,13 +24,7 @@ pytestmark = [pytest.mark.kubernetes, pytest.mark.slow, pytest.mark.timeout(3600
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 try:
-    from chaos_deployed import (
-        MLFLOW,
-        PREFECT,
-        STATE,
-        Deployed,
-        forwarded,
-    )
+    from chaos_deployed import MLFLOW, PREFECT, STATE, Deployed, forwarded
     from chaos_project import Project
     from harness import output_of, s3_bucket
 finally:

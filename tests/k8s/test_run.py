@@ -82,12 +82,7 @@ def sections(namespace):
         },
         "horizon": {"max_turns": [5, 6], "stage_steps": STAGES},
         "validation": {"every": 0, "max_turns": 6},
-        "evaluation": {
-            "num_items": 4,
-            "num_samples": 1,
-            "k": [1],
-            "max_turns": 6,
-        },
+        "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "max_turns": 6},
     }, {
         "mix": [{"name": "textcraft", "options": textcraft, **on_cluster}],
         "kubernetes": {"namespace": namespace, "overlay": "test", "down_timeout_s": 240.0},

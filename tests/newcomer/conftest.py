@@ -2,11 +2,7 @@
 
 import pytest
 
-from tests.projects import (  # noqa: F401
-    copied,
-    finished_project,
-    made_databases,
-)
+from tests.projects import copied, finished_project, made_databases  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from agentgym.config import ConfigError
+from agentgym.config import ConfigError, first_of
 from agentgym.deploy.fleets.addresses import kind_of_addresses
 from agentgym.deploy.fleets.fleet_lease import OWNED, Group, lease_name
 from agentgym.deploy.kube.calls import AlreadyExists, Forbidden, KubeError, Stale
@@ -272,9 +272,7 @@ def _raise_final(run: str, reasons: Sequence[Trouble]) -> None:
 
 
 def _all(reasons: Sequence[Trouble]) -> str:
-    texts = list(dict.fromkeys(reason.text for reason in reasons))
-    more = f"; and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + more
+    return first_of(list(dict.fromkeys(reason.text for reason in reasons)), 3, "; ")
 
 
 def _log(kube: Kube, pod: str) -> str:

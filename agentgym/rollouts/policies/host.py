@@ -239,13 +239,11 @@ class Session:
         await self._engine.publish(_delivery(delivery))
 
     async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
-        """Sample one action. sampling: [fields of the key, temperature, max_new_tokens].
+        """Sample one action. sampling: the fields of a `Sampling`, its key as a list.
         Result: the fields of a `Completion`.
         """
-        key, temperature, tokens = sampling
-        completion = await self._engine.generate(
-            prompt_ids, Sampling(SampleKey(*key), temperature, tokens)
-        )
+        key, *draw = sampling
+        completion = await self._engine.generate(prompt_ids, Sampling(SampleKey(*key), *draw))
         return [completion.ids, completion.logprobs, completion.stop_reason, completion.version]
 
     async def score(self, sequences: list[list[int]]) -> list[list[float]]:

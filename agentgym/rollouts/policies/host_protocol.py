@@ -21,7 +21,7 @@ from agentgym.rollouts.policies.engines import versions_in
 from agentgym.store.keys import source_digest
 from agentgym.types import EngineMismatch, TransportBroken
 
-PROTOCOL = 1
+PROTOCOL = 2
 SOCKET = "socket"  # name in the host's folder
 MAX_BYTES = 1 << 28  # of a frame
 BYTES = "base64"  # key that marks bytes, which JSON has no type for

@@ -25,7 +25,6 @@ from agentgym.rollouts.episode import (
     PlayerReply,
     environment_waits,
 )
-from agentgym.rollouts.players import chance
 from agentgym.rollouts.policies.prices import Tariff
 from agentgym.types import Item, Sampling, Usage
 from envs.plain import plain, whole
@@ -163,7 +162,7 @@ class HostedModel:
             "messages": messages,
             "temperature": sampling.temperature,
             "top_p": 1.0,
-            "seed": int(chance(sampling.key) * 2**31),  # for endpoints that accept one
+            "seed": int(sampling.key.chance() * 2**31),  # for endpoints that accept one
         }
         sizes = (len(message["content"].encode("utf-8", "replace")) for message in messages)
         upper_bound = Usage(input_tokens=sum(sizes), output_tokens=sampling.max_new_tokens)

@@ -52,8 +52,9 @@ class HostPolicy:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Sample one action, see `Policy.generate`."""
         sampling.require_room(prompt_ids, self._context)
-        draw = [list(sampling.key), sampling.temperature, sampling.max_new_tokens]
-        ids, logprobs, reason, version = await self._call("generate", prompt_ids, draw)
+        key, *draw = sampling
+        answer = await self._call("generate", prompt_ids, [list(key), *draw])
+        ids, logprobs, reason, version = answer
         return Completion(tuple(ids), tuple(logprobs), reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:

@@ -337,10 +337,9 @@ class TorchPolicy:
             if stops or len(request.ids) == request.sampling.max_new_tokens:
                 reason: Literal["stop", "length"] = "stop" if stops else "length"
                 if not request.done.done():
+                    logprobs_given = tuple(request.logprobs if request.sampling.logprobs else ())
                     request.done.set_result(
-                        Completion(
-                            tuple(request.ids), tuple(request.logprobs), reason, self.version
-                        )
+                        Completion(tuple(request.ids), logprobs_given, reason, self.version)
                     )
                 self._drop(request)
 

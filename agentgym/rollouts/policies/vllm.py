@@ -182,7 +182,7 @@ class VllmPolicy:
             seed=seed_of(sampling.key),
             max_tokens=sampling.max_new_tokens,
             stop_token_ids=list(self._stop_ids),
-            logprobs=0,  # of the sampled token only
+            logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token only
         )
         async with self._turn():
             version = self.version
@@ -191,8 +191,8 @@ class VllmPolicy:
         action = output.outputs[0]
         ids = tuple(action.token_ids)
         reason: Literal["stop", "length"] = "stop" if ids[-1] in self._stop_ids else "length"
-        logprobs = tuple(map(float, _of_tokens(action.logprobs, ids)))
-        return Completion(ids, logprobs, reason, version)
+        logprobs = _of_tokens(action.logprobs, ids) if sampling.logprobs else ()
+        return Completion(ids, tuple(map(float, logprobs)), reason, version)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Score token sequences, see `Policy.score`. Errors: RuntimeError, also during sleep."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from agentgym.algorithms.batch import (
+    NOT_ASKED,
     Batch,
     Experience,
     learnable,
@@ -49,12 +50,18 @@ def test_a_reward_on_an_observation_token_would_be_lost():
     assert batch.returns.tolist() == [0]
 
 
+def test_tokens_that_the_engine_was_not_asked_about_are_marked():
+    turns = [Turn("", "", 0.0, 1, 2), Turn("", "", 0.0, 3, 5, has_logprobs=False)]
+    asked = replace(trajectory([1, 2, 3, 4, 5], [0, 1, 0, 1, 1]), turns=tuple(turns))
+    assert to_batch([asked]).logprobs.tolist() == [0, -0.5, 0, NOT_ASKED, NOT_ASKED]
+
+
 def test_rows_are_packed_end_to_end_in_the_order_given():
     batch = to_batch(
         [
             trajectory([1, 2, 3], [0, 1, 0], 1.0, task_id=5),
             trajectory([4, 5], [0, 1], 0.0, task_id=6),
-        ],
+        ]
     )
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.starts.tolist() == [0, 3, 5]
@@ -105,9 +112,7 @@ def test_samples_of_one_item_share_a_group_and_equal_ids_of_two_environments_do_
 
 def test_samples_of_two_temperatures_are_refused():
     with pytest.raises(ValueError, match=r"one temperature; got \[0.7, 1.0\]"):
-        to_batch(
-            [trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])],
-        )
+        to_batch([trajectory([1, 2], [0, 1], temperature=0.7), trajectory([1, 2], [0, 1])])
 
 
 def test_select_keeps_every_field_of_the_chosen_rows_in_the_order_asked_for():

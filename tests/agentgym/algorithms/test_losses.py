@@ -235,6 +235,7 @@ WEIGHTS, OF = [2.0, 0.5, 1.5, 0.8, 0.8], [0, 0, 0, 1, 1]
 @pytest.mark.parametrize(
     ("correction", "cap", "floor", "expected"),
     [
+        ("none", 1.6, 0.0, [1.0] * 5),
         ("token_truncate", 1.6, 0.0, [1.6, 0.5, 1.5, 0.8, 0.8]),
         ("token_mask", 1.6, 0.0, [0.0, 0.5, 1.5, 0.8, 0.8]),
         ("token_mask", 1.6, 0.6, [0.0, 0.0, 1.5, 0.8, 0.8]),
@@ -305,6 +306,10 @@ def test_mismatch_of_equal_policies_is_nothing():
         "outside_frac": 0.0,
         "capped_frac": 0.0,
     }
+
+
+def test_mismatch_of_no_token_is_not_known():
+    assert mismatch(torch.zeros(0), torch.zeros(0), cap=2.0) == {}
 
 
 def test_mismatch_against_hand_values():

@@ -82,9 +82,7 @@ def test_a_delivery_that_a_kill_cut_short_is_no_loss(unfinished, known):
     assert ledger.ok is (known == 0), ledger.failures
 
 
-def test_a_run_of_a_step_that_is_gone_from_an_unfinished_run_is_missed(
-    unfinished,
-):
+def test_a_run_of_a_step_that_is_gone_from_an_unfinished_run_is_missed(unfinished):
     forger = unfinished
     key = forger.commits("stage-1")[0].key
     forger.sql("delete from tags where key = 'step_key' and value = ?", key)

@@ -8,12 +8,18 @@ from safetensors.torch import load, save
 
 from agentgym.audit import audit
 from agentgym.audit.findings import Checks
-from agentgym.audit.sampling import _Deviations, _Judge
+from agentgym.audit.sampling import _Deviations, _Judge, check_sampling
+from agentgym.audit.stored_steps import read_steps
+from agentgym.config import load_config
 from agentgym.models.attention import PackedSequences
 from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
+from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store
+from agentgym.steps.context import METRICS
 from agentgym.store.manifest import Blob
+from agentgym.tracking.points import decode_points
 from tests.agentgym.audit.test_episodes import played
+from tests.agentgym.conftest import TINY
 
 
 def test_a_forged_token_with_its_action_is_not_what_the_weights_sampled(forger):
@@ -47,6 +53,53 @@ def test_a_forged_log_probability_is_not_the_weights(forger):
     logprobs[place] -= 0.01
     where = forger.edit("evaluate-warm-start", 1, index, logprobs=tuple(logprobs))
     assert f"{where} turn 2 token {place} " in forger.caught("rescore")["rescore"]
+
+
+def test_of_a_share_the_audit_judges_what_was_drawn_and_misses_what_was_held_back(
+    tmp_path, tiny_params, tiny_endpoint
+):
+    changes = {
+        "rollout": {**TINY["rollout"], "engine_logprobs": 0.5},
+        "algorithm": {"correction": "none"},
+        "deterministic": True,
+    }
+    cfg = load_config(tiny_params(tmp_path, endpoint=tiny_endpoint, **changes))
+    for name in ("prepare", "demonstrate", "initialize", "warm-start", "stage-1"):
+        run_step(name, cfg)
+
+    store, ignored = open_store(cfg), Checks("others")
+    (record,) = (r for r in read_steps(cfg, store, ignored, ignored) if r.name == "stage-1")
+
+    def judged(**changes):
+        """Judge the step with these changes to the first episode of its first commit."""
+        rescore, sampling = Checks("rescore"), Checks("sampling")
+        first, *others = record.episodes[0]
+        episodes = {**record.episodes, 0: [replace(first, **changes), *others]}
+        check_sampling(cfg, store, replace(record, episodes=episodes), None, 0, rescore, sampling)
+        assert sampling.counted
+        return rescore
+
+    points = decode_points(store.read(record.commits[0], METRICS))
+    assert {"mismatch/kl", "rollout/entropy"} <= set().union(*(point.metrics for point in points))
+    turns = [turn for logged in record.episodes.values() for e in logged for turn in e.turns]
+    pruned = sorted({turn.version for turn in turns})[1]  # between the first and the last weights
+    has_logprobs = [turn.has_logprobs for turn in turns if turn.version != pruned]
+    honest = judged()
+    left_out = honest.left_out[
+        "turns whose log-probabilities the engine was not asked for", "rollout.engine_logprobs 0.5"
+    ]
+    assert (honest.failures, honest.counted) == ([], sum(has_logprobs))
+    assert 0 < left_out == len(has_logprobs) - honest.counted < len(has_logprobs)
+    episode = record.episodes[0][0]
+    index, turn = next((i, turn) for i, turn in enumerate(episode.turns) if turn.has_logprobs)
+    logprobs = list(episode.logprobs)
+    logprobs[turn.start : turn.end] = [0.0] * (turn.end - turn.start)
+    forged = judged(logprobs=tuple(logprobs))
+    assert f"turn {index + 1} token {turn.start} " in " ".join(forged.failures)
+    held_back = [*episode.turns]
+    held_back[index] = replace(turn, has_logprobs=False)
+    forged = judged(logprobs=tuple(logprobs), turns=tuple(held_back))
+    assert f"turn {index + 1}: no log-probabilities, and its sample" in " ".join(forged.failures)
 
 
 def test_half_precision_beyond_a_hard_bound_is_judged_by_float32_arithmetic(forger):

@@ -131,10 +131,7 @@ def test_json_has_every_setting_with_its_default(tmp_path, capsys):
     assert (
         values["rollout", "group_size"]["value"],
         values["rollout", "group_size"]["default"],
-    ) == (
-        4,
-        8,
-    )
+    ) == (4, 8)
     assert values["rollout", "group_size"]["changes_results"]
     assert not values["store", "path"]["changes_results"]
 

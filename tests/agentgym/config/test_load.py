@@ -151,6 +151,22 @@ def refusal(path, *overrides):
             ),
         ),
         (
+            "rollout: {engine_logprobs: 0.25}",
+            (
+                "rollout.engine_logprobs 0.25 with algorithm.correction token_truncate: it corrects"
+                " by the engine's log-probability of each token; use rollout.engine_logprobs 1, or"
+                " correction none"
+            ),
+        ),
+        (
+            "{algorithm: {correction: none}, rollout: {max_staleness: 1}}",
+            "rollout.max_staleness 1 samples with older weights, for which algorithm.correction",
+        ),
+        (
+            "algorithm: {correction: none, importance_floor: 0.5}",
+            "importance_floor 0.5 means nothing to correction none, which has none; leave it out",
+        ),
+        (
             "{algorithm: {recipe: dpo}, rollout: {group_size: 1}}",
             "rollout.group_size 1 leaves dpo nothing to compare",
         ),

@@ -2,13 +2,7 @@
 
 from pathlib import Path
 
-from agentgym.config import (
-    OptimizerConfig,
-    RunConfig,
-    load_config,
-    read_tree,
-    settings,
-)
+from agentgym.config import OptimizerConfig, RunConfig, load_config, read_tree, settings
 from envs.babyai import DEFAULTS as BABYAI
 
 

@@ -251,10 +251,7 @@ def test_imported_trajectories_are_pinned_by_dvc_and_what_is_refused_is_told(
 
     good, bad = (
         row("babyai_1", "left", "Thought: é\nAction: right"),
-        {
-            "item_id": "babyai_2",
-            "conversations": None,
-        },
+        {"item_id": "babyai_2", "conversations": None},
     )
     file = str(write([good, bad, row("chess_7", "e4")]))
     code, said = cli("import-trajectories", file)

@@ -133,10 +133,7 @@ def test_a_run_has_its_servers_and_leaves_nothing(cfg, admin, run, hollow):
             assert f"{run}-expert" in expert["babyai"][0]
             (deployment,) = admin.list(
                 DEPLOYMENT,
-                labels={
-                    "agentgym.io/run": f"{run}-expert",
-                    "agentgym.io/environment": "babyai",
-                },
+                labels={"agentgym.io/run": f"{run}-expert", "agentgym.io/environment": "babyai"},
             ).items
             (container,) = deployment["spec"]["template"]["spec"]["containers"]
             assert "--expert" in container["args"]

@@ -42,10 +42,7 @@ def test_its_name_is_the_attempt_and_whole_digests_are_annotations(job):
     metadata = made(asked)["metadata"]
     assert metadata["labels"]["agentgym.io/run"] == "rab12ab12ab12"
     assert metadata["labels"]["agentgym.io/step"] == "stage-2"
-    assert metadata["annotations"] == {
-        "agentgym.io/run-key": RUN_KEY,
-        "agentgym.io/step-key": KEY,
-    }
+    assert metadata["annotations"] == {"agentgym.io/run-key": RUN_KEY, "agentgym.io/step-key": KEY}
     assert made(asked)["spec"]["jobId"] == metadata["name"]
 
 

@@ -112,13 +112,7 @@ def promote(uri, folder, name, evidence, where=None):
 
 @pytest.mark.parametrize(
     ("where", "moved_before"),
-    [
-        ("history", False),
-        ("decision", False),
-        ("tags", False),
-        ("alias", False),
-        ("settled", True),
-    ],
+    [("history", False), ("decision", False), ("tags", False), ("alias", False), ("settled", True)],
 )
 def test_a_kill_anywhere_ends_in_what_the_same_command_ends_in(
     registry, tmp_path, where, moved_before

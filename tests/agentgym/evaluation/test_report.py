@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 
 from agentgym.evaluation.intervals import Interval
-from agentgym.evaluation.report import (
-    Curve,
-    EvaluationRow,
-    evaluation_png,
-    learning_curve_png,
-)
+from agentgym.evaluation.report import Curve, EvaluationRow, evaluation_png, learning_curve_png
 from agentgym.pages import single_page
 from agentgym.steps.step import Stage
 from agentgym.types import Item, Status, Trajectory, Turn

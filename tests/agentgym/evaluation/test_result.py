@@ -44,9 +44,7 @@ def episode(status, success=False, reward=0.0, turns=(), usage=None, error=None)
 def slots():
     items = {"babyai": [Item("babyai", 7), Item("babyai", 8)], "textcraft": [Item("textcraft", 1)]}
     return expected_slots(
-        items,
-        {"babyai": (0, 1), "textcraft": (1,)},
-        {"babyai": ["t7", "t8"], "textcraft": [None]},
+        items, {"babyai": (0, 1), "textcraft": (1,)}, {"babyai": ["t7", "t8"], "textcraft": [None]}
     )
 
 

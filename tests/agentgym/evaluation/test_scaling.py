@@ -27,10 +27,7 @@ def at_horizon(request, serving, make_model, tokenizer):
 
     async def play(endpoint, horizon):
         policy = TorchPolicy(
-            make_model(3),
-            stop_ids=renderer.stop_ids,
-            num_slots=4,
-            context_tokens=1024,
+            make_model(3), stop_ids=renderer.stop_ids, num_slots=4, context_tokens=1024
         )
         settings = EpisodeSettings(
             seed=7,

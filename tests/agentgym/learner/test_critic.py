@@ -45,9 +45,7 @@ def test_a_row_cut_before_its_observation_is_bootstrapped_from_a_state_the_criti
     given = []
     gae = advantages_module.ADVANTAGES["gae"]
     monkeypatch.setitem(
-        advantages_module.ADVANTAGES,
-        "gae",
-        lambda *of: given.append(gae(*of)) or given[0],
+        advantages_module.ADVANTAGES, "gae", lambda *of: given.append(gae(*of)) or given[0]
     )
     train(learner, cut, config, step=61, seed=0)
     targets = given[0][1][cut.sequence[cut.action_mask] == 4]

@@ -85,10 +85,7 @@ def test_the_gradient_is_that_of_a_dense_forward_of_the_published_loss(make_mode
     dense_loss(recipe, twin, olds).backward()
 
     learner = LocalLearner(
-        model.double(),
-        NO_CLIPPING,
-        total_steps=10,
-        settings=LearnerConfig(share_prefixes=False),
+        model.double(), NO_CLIPPING, total_steps=10, settings=LearnerConfig(share_prefixes=False)
     )
     batch = batch_of()
     placed = torch.zeros(len(batch.input_ids), dtype=torch.float64)

@@ -8,10 +8,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save
 
-from agentgym.config import (
-    LearnerConfig,
-    OptimizerConfig,
-)
+from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import HostMemory, learning_rate
 from agentgym.learner.process_group import ProcessGroup

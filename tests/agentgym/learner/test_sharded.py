@@ -189,9 +189,7 @@ def said_alone(make_model, stored, batch_of):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[2, pytest.param(4, marks=pytest.mark.slow)],
-    ids="{} ranks".format,
+    scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format
 )
 def alone_and_together(request, said_alone, tmp_path_factory):
     """Results of one process and of several for the same plans and batches."""

@@ -131,11 +131,7 @@ def whole(tokenizer, messages, put_back=(), opening="assistant\n", **variables):
     put_back: pairs (text shown of an answer, text omitted before it after the opening).
     """
     text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=True,
-        date_string="26 Jul 2024",
-        **variables,
+        messages, tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024", **variables
     )
     for shown, left_out in put_back:
         assert text.count(f"{opening}{shown}") == 1

@@ -231,14 +231,8 @@ async def test_webarenas_server_alone_tells_its_limit_from_the_end_of_the_task()
             reply = await session.step("stop []")
             return reply.terminated, reply.truncated
 
-    assert await ended("webarena", *WEB_OPENED, (200, step % ("false", "true"))) == (
-        False,
-        True,
-    )
-    assert await ended("webarena", *WEB_OPENED, (200, step % ("true", "true"))) == (
-        True,
-        False,
-    )
+    assert await ended("webarena", *WEB_OPENED, (200, step % ("false", "true"))) == (False, True)
+    assert await ended("webarena", *WEB_OPENED, (200, step % ("true", "true"))) == (True, False)
     assert await ended("babyai", *OPENED, done) == (True, False)  # one flag for both
 
 

@@ -94,10 +94,7 @@ async def test_a_name_with_several_addresses_is_several_servers_that_come_and_go
     ):
         async with pool_of(f"http://envs.test:{port}") as pool:
             await pool.check(EnvConfig(options={"view": "compact"}), allow_expert=False)
-            assert set(pool.endpoints) == {
-                f"http://127.0.0.2:{port}",
-                f"http://127.0.0.3:{port}",
-            }
+            assert set(pool.endpoints) == {f"http://127.0.0.2:{port}", f"http://127.0.0.3:{port}"}
             for number in range(12):
                 await play(pool, f"key {number}", ["turn left"])
             both = first.metrics.steps._value.get(), second.metrics.steps._value.get()

@@ -7,11 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from agentgym.models.chat import ChatRenderer
-from agentgym.rollouts.collect import (
-    RolloutError,
-    collect,
-    samples,
-)
+from agentgym.rollouts.collect import RolloutError, collect, samples
 from agentgym.rollouts.env_client import EnvError
 from agentgym.rollouts.episode import EngineStalled, EpisodeSettings, token_players
 from agentgym.types import Completion, Item, SampleKey, Status

@@ -4,10 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentgym.rollouts.collect import (
-    rollout_metrics,
-    validation_metrics,
-)
+from agentgym.rollouts.collect import rollout_metrics, validation_metrics
 from agentgym.types import Item, Status, Trajectory, Turn
 
 

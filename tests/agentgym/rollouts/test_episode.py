@@ -308,6 +308,28 @@ def test_a_failed_environment_leaves_no_reward_and_no_success(renderer):
     ) == (1.0, True)
 
 
+def test_of_a_share_of_the_actions_the_log_probabilities_are_asked_for_by_key(renderer):
+    settings = replace(SETTINGS, engine_logprobs=0.5, max_turns=40, context_tokens=4096)
+    replies = [says(renderer, "turn left")] * 40
+    _, policy, _ = play(renderer, replies, [Reply()] * 40, settings)
+    asked = [sampling.logprobs for _, sampling in policy.asked]
+    assert 10 < sum(asked) < 30
+    assert asked == [sampling.key.is_drawn(0.5) for _, sampling in policy.asked]
+    assert all(sampling.key.is_drawn(1.0) for _, sampling in policy.asked)
+    given = [
+        said if is_asked else replace(said, logprobs=())
+        for said, is_asked in zip(replies, asked, strict=True)
+    ]
+    trajectory, _, _ = play(renderer, given, [Reply()] * 40, settings)
+    assert [turn.has_logprobs for turn in trajectory.turns] == asked
+    for turn, said in zip(trajectory.turns, replies, strict=True):
+        span = slice(turn.start, turn.end)
+        known = said.logprobs if turn.has_logprobs else (None,) * len(said.ids)
+        assert tuple(trajectory.engine_logprobs[span]) == known
+        assert trajectory.logprobs[span] == tuple(number or 0.0 for number in known)
+    assert from_json(to_json(trajectory)) == trajectory
+
+
 def test_a_trajectory_survives_the_way_through_json(renderer):
     import json
 

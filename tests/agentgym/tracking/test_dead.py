@@ -155,8 +155,7 @@ def test_what_was_cut_off_while_it_was_written_is_closed_and_ends_well_when_writ
 def test_a_ledger_that_is_away_is_left_for_the_next_time(ledger, caplog):
     made = ledger()
     away = load_config(
-        "params.yaml",
-        [f"store.path={made.cfg.store.path}", "tracking.uri=http://127.0.0.1:9"],
+        "params.yaml", [f"store.path={made.cfg.store.path}", "tracking.uri=http://127.0.0.1:9"]
     )
     assert close_dead(away, made.store) == {}
     assert "MLflow may show runs as RUNNING that are not" in caplog.text

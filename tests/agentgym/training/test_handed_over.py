@@ -11,12 +11,7 @@ from agentgym.config import ConfigError, ModelConfig
 from agentgym.models.architecture import read_architecture
 from agentgym.models.attention import RAGGED
 from agentgym.models.checkpoint import ARCHITECTURE, new_checkpoint, save_pretrained
-from agentgym.models.model import (
-    load_hub,
-    tokenizer_files,
-    tokenizer_from_files,
-    write_tokenizer,
-)
+from agentgym.models.model import load_hub, tokenizer_files, tokenizer_from_files, write_tokenizer
 
 NAMING_CODE = {
     "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},

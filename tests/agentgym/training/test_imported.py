@@ -138,12 +138,7 @@ def begun(published, tmp_path_factory):
         },
         "horizon": {"kind": "fixed", "max_turns": [6], "stage_steps": [2]},
         "validation": {"every": 0},
-        "evaluation": {
-            "num_items": 4,
-            "num_samples": 1,
-            "k": [1],
-            "max_turns": 6,
-        },
+        "evaluation": {"num_items": 4, "num_samples": 1, "k": [1], "max_turns": 6},
         "store": {"path": str(folder / "store")},
     }
     (folder / "params.yaml").write_text(yaml.safe_dump(tree))
@@ -267,10 +262,7 @@ def test_a_run_whose_trajectories_solve_nothing_of_an_environment_says_so(begun,
     (tmp_path / "params.yaml").write_text(yaml.safe_dump(tree))
     cfg = load_config(tmp_path / "params.yaml", ["warm_start.num_demos=8"])
     run_step("prepare", cfg)
-    with pytest.raises(
-        ValueError,
-        match=r"^the trajectories of babyai solve none of \d tasks",
-    ):
+    with pytest.raises(ValueError, match=r"^the trajectories of babyai solve none of \d tasks"):
         run_step("demonstrate", cfg)
 
 

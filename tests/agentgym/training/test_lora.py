@@ -152,10 +152,7 @@ def test_a_loop_that_trains_no_adapter_is_refused(adapted, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe",
-    ["agent_evol", "sft", "dpo"],
-)
+@pytest.mark.parametrize("recipe", ["agent_evol", "sft", "dpo"])
 def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
     adapted, tiny_params, tiny_endpoint, tmp_path, recipe
 ):

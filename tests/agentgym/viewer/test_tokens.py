@@ -1,5 +1,7 @@
 """Recorded tokens, as pages color them."""
 
+from dataclasses import replace
+
 from agentgym.types import Learned
 from agentgym.viewer.tokens import TokenView, available, numbers_of, spans, why_not_kept
 from tests.agentgym.viewer.conftest import KEPT, episode
@@ -46,6 +48,12 @@ def test_ids_are_shown_as_recorded_with_all_that_is_known():
         " entropy 0.6000, ratio 1.2000, advantage +1.0000, weights 4"
     )
     assert shown[0].told.endswith("read and not sampled: not in the loss")
+    record = episode(learned=KEPT)
+    first, *others = record.turns
+    record = replace(record, turns=(replace(first, has_logprobs=False), *others))
+    shown = TokenView(record, "engine", str).span(3, 7)
+    assert [token.shade for token in shown] == ["", "", "", "s1"]
+    assert shown[0].told.startswith("token 3, id 13, learner -0.5000, entropy 0.6000, ")
 
 
 def test_shades_grow_with_surprise_and_fit_the_episode():

@@ -157,12 +157,7 @@ def test_agentgym_mode_goes_on_until_the_answer_is_right():
             result.reward,
             result.terminated,
             result.info["parts"]["em"],
-        ) == (
-            PROTOCOLS["own"].try_again,
-            0.0,
-            False,
-            0.0,
-        )
+        ) == (PROTOCOLS["own"].try_again, 0.0, False, 0.0)
     # on AgentGym's routes the last answer of a reply counts
     result = episode.step("<answer>nobody</answer>, no: <answer>Krarith Glildall</answer>")
     assert (result.reward, result.terminated, result.success) == (1.0, True, True)

@@ -163,11 +163,7 @@ def silent_node(admin):
     """A node without a kubelet: the test writes the status of its pods."""
     name = f"silent-{secrets.token_hex(4)}"
     admin.create(
-        {
-            "apiVersion": "v1",
-            "kind": "Node",
-            "metadata": {"name": name, "labels": {"silent": name}},
-        }
+        {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"silent": name}}}
     )
     admin.patch(
         NODE,

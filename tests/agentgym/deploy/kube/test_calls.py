@@ -145,8 +145,7 @@ def event(what, each):
 
 def listing(version, *pods):
     return Answer(
-        200,
-        f'{{"metadata":{{"resourceVersion":"{version}"}},"items":[{",".join(pods)}]}}'.encode(),
+        200, f'{{"metadata":{{"resourceVersion":"{version}"}},"items":[{",".join(pods)}]}}'.encode()
     )
 
 
@@ -305,23 +304,13 @@ def test_a_conflict_names_each_field_and_its_manager():
     [
         (404, said(message='pods "a" not found'), calls.NotFound, 'x: pods "a" not found'),
         (409, said(reason="AlreadyExists"), calls.AlreadyExists, "x: one of that name"),
-        (
-            409,
-            said(reason="Conflict", message="object has been modified"),
-            calls.Stale,
-            "changed",
-        ),
+        (409, said(reason="Conflict", message="object has been modified"), calls.Stale, "changed"),
         (410, said(message="too old resource version"), calls.Gone, "too old"),
         (401, said(message="Unauthorized"), calls.Forbidden, "renew them"),
         (403, said(message="cannot create"), calls.Forbidden, "give the account that right"),
         (403, said(message="exceeded quota: agentgym"), calls.Forbidden, "agentgym envs gc"),
         (403, said(message="is being terminated"), calls.Forbidden, "wait until the namespace"),
-        (
-            422,
-            said(message="replicas: Invalid value"),
-            calls.KubeError,
-            "refuses it as invalid",
-        ),
+        (422, said(message="replicas: Invalid value"), calls.KubeError, "refuses it as invalid"),
         (502, "<html>Bad gateway</html>", calls.KubeError, "answered 502: <html>Bad gateway"),
         (503, "", calls.KubeError, "answered 503: no reason"),
     ],

@@ -173,8 +173,7 @@ async def test_what_is_sampled_depends_on_the_key_alone(make_policy):
 async def test_two_requests_with_one_key_and_one_prompt_are_both_answered(make_policy):
     policy = make_policy(num_slots=2)
     completions = await asyncio.wait_for(
-        asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))),
-        10,
+        asyncio.gather(*(policy.generate([5, 6], Sampling(key(), 1.0, 4)) for _ in range(5))), 10
     )
     assert len({completion.ids for completion in completions}) == 1
 

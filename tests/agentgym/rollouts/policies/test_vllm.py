@@ -8,11 +8,7 @@ import psutil
 import pytest
 import torch
 
-from agentgym.config import (
-    LoraConfig,
-    OptimizerConfig,
-    VllmConfig,
-)
+from agentgym.config import LoraConfig, OptimizerConfig, VllmConfig
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import Adapter, chosen_modules
 from agentgym.models.checkpoint import ADAPTER, new_checkpoint
@@ -125,6 +121,8 @@ def test_a_key_draws_the_same_tokens_again_and_another_key_others(running):
         running.generate((PROMPT, sampling(sample)))[0].ids for sample in (3, 3, 4)
     )
     assert first == again != other
+    (bare,) = running.generate((PROMPT, sampling(3)._replace(logprobs=False)))
+    assert (bare.ids, bare.logprobs) == (first, ())
 
 
 def test_scores_are_the_learners_and_a_forgotten_publish_is_found(
