@@ -39,6 +39,8 @@ def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
     if name not in available:
         near = difflib.get_close_matches(name, available, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(available))}"
-        raise ValueError(f"unknown environment {name!r}; {hint}")
+        raise ValueError(
+            f"unknown environment {name!r}; {hint}; a package of your own must be installed"
+        )
     make: Callable[[dict[str, Any]], EnvSpec] = available[name].load()
     return make(options)

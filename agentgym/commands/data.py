@@ -139,11 +139,11 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     has several ids, else 0.
     Errors: ConfigError for the run's own data; errors in other published lists are warnings.
     """
-    from agentgym.data.check import compare_tasks, load_data, load_recorded
-    from agentgym.data.items import PUBLISHED_COUNTS, load_splits
+    from agentgym.data.check import compare_tasks, load_data, load_recorded, splits_by_env
+    from agentgym.data.items import PUBLISHED_COUNTS, load_splits, mix_splits
     from agentgym.data.published import check_pin
 
-    splits = load_data(cfg)
+    splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
     num_recorded = len(load_recorded(cfg))
     for folder in cfg.data_folders.values():
         check_pin(folder)
@@ -155,6 +155,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             f"{cfg.env_names}: {num_recorded} trajectories of train items in"
             f" {cfg.data.trajectories}"
         )
+    load_data(cfg)  # these items must suffice for the run
     for name in PUBLISHED_COUNTS:
         if name in cfg.env_weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
             continue

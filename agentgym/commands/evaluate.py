@@ -287,7 +287,8 @@ def next_steps(evaluated: Evaluated, options: str) -> Iterator[str]:
         if counts and not differences(result.identity, other.identity):
             yield f"compare  agentgym compare {other.digest[:12]} {result.digest[:12]}{options}"
             return
-    yield "compare  give the same command another policy, for example expert"
+    example = "random" if result.identity["policy"]["kind"] == "expert" else "expert"
+    yield f"compare  give the same command another policy, for example {example}"
 
 
 def _limit(text: str) -> bool | int | float:

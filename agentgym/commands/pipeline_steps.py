@@ -135,12 +135,14 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pages import moment
     from agentgym.pipeline.forecast import forecast, usual_pretrained
-    from agentgym.pipeline.plan import commit_bytes, num_commits, plan
+    from agentgym.pipeline.plan import check_model, commit_bytes, num_commits, plan
     from agentgym.pipeline.stored_config import find_run, require_run
     from agentgym.pipeline.table import open_store, run_label
 
     if arguments.of_run and find_run(open_store(cfg), arguments.of_run) is None:
         require_run(cfg, arguments.of_run)
+    if Path(cfg.model.name).is_dir():  # what is on the Hub may not be here yet
+        check_model(cfg.model, cfg.lora)
     steps = plan(cfg)
     is_done = all(step.action == "skip" for step in steps)
     cost, unknown = None, ""

@@ -64,11 +64,15 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from urllib.parse import parse_qsl
 
     from agentgym.viewer.bundle import write_bundle, write_conversations, write_lines
-    from agentgym.viewer.query import BadQuery, Query
+    from agentgym.viewer.query import FACETS, SINGLE, BadQuery, Query
     from agentgym.viewer.viewer import Viewer
 
     try:
-        query = Query.parse(parse_qsl(arguments.query))
+        pairs = parse_qsl(arguments.query)
+        if unknown := {name for name, _ in pairs}.difference(FACETS, SINGLE):
+            names = ", ".join((*FACETS, *SINGLE))
+            raise BadQuery(f"{', '.join(sorted(unknown))} is no filter; expected {names}")
+        query = Query.parse(pairs)
     except BadQuery as error:
         raise ConfigError(f"--query: {error}") from None
     with contextlib.closing(Viewer.open(cfg)) as viewer:

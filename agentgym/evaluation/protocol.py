@@ -303,8 +303,8 @@ def _items(env_protocol: EnvProtocol, cfg: RunConfig) -> tuple[Item, ...]:
         source = f"the {chosen.split} split of {cfg.data.path}"
     if chosen.num is not None and chosen.num > len(items):
         raise DataError(
-            f"{env}: items.num {chosen.num} is more than the {len(items)} items of {source};"
-            " lower it"
+            f"{env}: items.num {chosen.num} is more than the {len(items)} items of {source}; lower"
+            " it: --num-items, or evaluation.num_items of a run"
         )
     return items[: chosen.num]
 

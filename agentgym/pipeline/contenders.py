@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentgym.config import ConfigError, RunConfig
+from agentgym.config import ConfigError, RunConfig, first_of
 from agentgym.evaluation.policies import (
     Contender,
     PolicyKind,
@@ -26,7 +26,7 @@ from agentgym.evaluation.policies import (
     with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
-from agentgym.pipeline.table import begun, open_store, run_key, steps_of
+from agentgym.pipeline.table import begun, open_store, run_key, run_label, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
@@ -228,9 +228,11 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
     manifest = heads.get(name)
     if manifest is None or not has_weights(manifest):
         having = [step for step, head in heads.items() if has_weights(head)]
+        known = delivered_steps(cfg).items()
+        runs = first_of([f"r{key[:12]}" for key, there in known if name in dict(there)])
         raise ConfigError(
-            f"step {name} has no commit with weights; those that have:"
-            f" {', '.join(having) or 'none'}"
+            f"step {name} of run {run or run_label(cfg)} has no commit with weights; its steps with"
+            f" weights: {', '.join(having) or 'none'}; runs with this step: {runs or 'none'}"
         )
     return manifest
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentgym.config import LoraConfig, ModelConfig, RunConfig, first_of
+from agentgym.data.check import load_data
 from agentgym.models.architecture import published_architecture
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
 from agentgym.steps.step import Kind, Step, stages
@@ -24,7 +25,8 @@ class PlannedStep:
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Return all steps in order, with actions. Errors: ConfigError if the dataset is missing."""
+    """Return all steps in order, with actions. Errors: those of `load_data`."""
+    load_data(cfg)
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]
@@ -138,10 +140,15 @@ def _few(texts: list[str], num: int = 3) -> str:
 
 
 def check_model(config: ModelConfig, lora: LoraConfig) -> None:
-    """Raise ConfigError if a published model is missing or not supported, or if the model lacks
-    the layers that `lora` names.
+    """Raise ConfigError if a published model is missing or not supported, with its tokenizer and
+    chat template, or if the model lacks the layers that `lora` names.
     """
     published = published_architecture(config) if config.source == "hub" else None
+    if published:
+        from agentgym.models.chat import ChatRenderer
+        from agentgym.models.tokenizer import load_tokenizer
+
+        ChatRenderer(load_tokenizer(config.name, config.revision, name=config.name), config.chat)
     if lora.rank:
         from agentgym.models.adapter import chosen_modules
         from agentgym.models.model import empty_model, tiny_architecture

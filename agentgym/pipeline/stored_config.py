@@ -142,7 +142,7 @@ def require_run(cfg: RunConfig, name: str) -> None:
     if head is None:
         raise ConfigError(
             f"run {name} is not the run of this configuration and source, {label(key)};"
-            f" {existing(cfg, name)}"
+            f" {'give settings after --set' if '=' in name else existing(cfg, name)}"
         )
     differences = ", ".join(_differences(run_identity(cfg), head.config))
     raise ConfigError(

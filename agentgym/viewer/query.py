@@ -27,6 +27,7 @@ FACETS = {
     "excluded": "excluded",
     "tokens_kept": "kept",
 }
+SINGLE = (*RANGE_COLUMNS, "item", "q", "sort", "order", "after", "before")
 _NUMBER = r"-?\d+(?:\.\d+)?"
 _RANGE = re.compile(rf"(?P<low>{_NUMBER})?(?P<to>\.\.)?(?P<high>{_NUMBER})?")
 AFTER = re.compile(r"(?P<value>[^~]{0,300})~(?P<id>\d{1,15})", re.DOTALL)
@@ -52,13 +53,16 @@ class Query:
     @classmethod
     def parse(cls, parameters: Sequence[tuple[str, str]]) -> Self:
         """Parse an address's names and values; unknown names are ignored.
-        Errors: BadQuery for a bad range, sort key, `after` or `before`, or a value too long.
+        Errors: BadQuery for a bad range, success, sort key, `after` or `before`, or a value too
+        long.
         """
         facets: dict[str, tuple[str, ...]] = {}
         single: dict[str, str] = {}
         for name, value in parameters:
             if len(value) > MAX_WORDS:
                 raise BadQuery(f"{name} is longer than {MAX_WORDS} characters")
+            if name == "success" and value not in ("yes", "no"):
+                raise BadQuery(f"success {value[:40]!r} is neither yes nor no")
             if name in FACETS:
                 facets[name] = (*facets.get(name, ()), value[:MAX_VALUE])
             elif value:

@@ -107,7 +107,9 @@ def test_a_search_looks_at_path_meaning_and_example(printed, capsys):
     assert "vllm" in printed("--search", "tensor_parallel")
     assert main(["config", "rollout", "--search", "vllm", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in rows] == ["engine", "engine_python", "engine_dtype"]
+    assert [row["name"] for row in rows] == [
+        *("engine", "engine_python", "engine_dtype", "engine_logprobs")
+    ]
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,8 @@ def test_episodes_are_taken_away_without_a_server(made, tmp_path, capsys):
     assert "no run of this store begins with r0123" in capsys.readouterr().err
     assert main(["view", "--set", store, *out, "--query", "sort=x"]) == 2
     assert "--query: sort 'x' is none of" in capsys.readouterr().err
+    assert main(["view", "--set", store, *out, "--query", "step=stage-1&success=no"]) == 2
+    assert "--query: step is no filter; expected run, stage, " in capsys.readouterr().err
 
 
 @pytest.mark.integration

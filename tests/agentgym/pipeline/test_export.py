@@ -39,7 +39,7 @@ def test_an_exported_step_is_a_folder_that_others_load(params, tmp_path, capsys)
     assert f"{folder} exists" in capsys.readouterr().err
     other = str(tmp_path / "other")
     assert main(["export", "evaluate-stage-2", other, "--params", str(params)]) == 2
-    assert "those that have: initialize, warm-start, stage-1" in capsys.readouterr().err
+    assert "its steps with weights: initialize, warm-start, stage-1" in capsys.readouterr().err
 
 
 def test_a_run_may_be_named_that_is_not_the_configured_one(params, tmp_path, capsys):
@@ -50,13 +50,17 @@ def test_a_run_may_be_named_that_is_not_the_configured_one(params, tmp_path, cap
     done = finished(own, open_store(own))
     assert f"stage-1 commit 1, digest {done['stage-1'].digest[:12]}" in capsys.readouterr().out
     assert main(["export", "stage-1", str(tmp_path / "none"), *other]) == 2
-    assert "those that have: initialize, warm-start" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"steps with weights: initialize, warm-start; runs with this step: {named}" in said
     assert main(["export", "r0000", "stage-1", str(tmp_path / "none"), *other]) == 2
     assert f"run r0000 is none of those known under {own.state_dir}: {named}" in (
         capsys.readouterr().err
     )
     assert main(["export", named, "evaluate-stage-1", str(tmp_path / "none"), *other]) == 2
-    assert "those that have: initialize, warm-start, stage-1, stage-2" in capsys.readouterr().err
+    assert (
+        "its steps with weights: initialize, warm-start, stage-1, stage-2"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_best_commit_can_be_exported_where_it_was_kept(params, tmp_path, capsys):

@@ -41,6 +41,7 @@ def test_an_address_and_a_query_are_each_other(lists):
         ("turns=..", "expected a number or a range"),
         ("reward=1;drop", "expected a number or a range"),
         ("after=3", "names no row"),
+        ("success=maybe", "success 'maybe' is neither yes nor no"),
         (f"q={'a' * 500}", "longer than 400"),
     ],
 )
