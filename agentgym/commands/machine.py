@@ -10,9 +10,10 @@ import re
 import shutil
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from agentgym.algorithms.recipe import recipe_of
 from agentgym.commands.parser import Commands
 from agentgym.config import ConfigError, RunConfig, Setting, settings
 from agentgym.config.section import unknown_key
@@ -60,7 +61,11 @@ def add(commands: Commands) -> None:
 
 
 def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
-    rows = list(settings(cfg))
+    rows, recipe = list(settings(cfg)), recipe_of(cfg.algorithm.recipe)
+    for i, row in enumerate(rows):
+        if row.section == "algorithm" and (own := getattr(recipe, row.name, None)):
+            meaning = row.description.replace("the recipe's own", f"the recipe's own, {own}")
+            rows[i] = replace(row, description=meaning)
     if arguments.section:
         known = {row.section or row.name for row in rows}
         rows = [row for row in rows if f"{row.path}.".startswith(f"{arguments.section}.")]

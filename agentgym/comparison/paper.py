@@ -49,39 +49,34 @@ def table_csv(table: Table) -> bytes:
 
 
 def table_latex(table: Table) -> bytes:
-    """Return the rows as one `tabular`: success and, where rows have them, gains in points."""
+    """Return the rows as one `tabular`: success and, where rows have them, gains in points; and the
+    contrasts, if there are some, as a second one.
+    """
     rows = table["rows"]
     keys = list(dict.fromkeys(key for row in rows for key in row["success"]))
     average = next((key for key in keys if key.startswith("avg")), None)
-    has_gain = average is not None and any("gain" in row for row in rows)
-    grid = bool(table.get("environments"))
-    head = [
-        "recipe and horizon",
-        *(["environment"] if grid else []),
-        *(f"{label(key)}, %" for key in keys),
-        *([f"{label(average)} gain, points"] if average is not None and has_gain else []),
-    ]
-    lines = []
-    for row in rows:
-        cells = [row["name"], *([row.get("environment", "")] if grid else [])]
-        cells += [spread(row["success"][key]) if key in row["success"] else "" for key in keys]
-        if has_gain:
-            cells.append(gain(row["gain"][average]) if "gain" in row else "")
-        lines.append(cells)
-    columns = "l" * (2 if grid else 1) + "r" * (len(head) - (2 if grid else 1))
-    return "\n".join(
+    gains = [average] if average is not None and any("gain" in row for row in rows) else []
+    place = ["environment"] if table.get("environments") else []
+    head = ["recipe and horizon", *place, *(f"{label(key)}, %" for key in keys)]
+    lines = [
         [
-            r"% \usepackage{booktabs}",
-            rf"\begin{{tabular}}{{{columns}}}",
-            r"\toprule",
-            _line(head),
-            r"\midrule",
-            *map(_line, lines),
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
+            *(row["name"], *(row.get(name, "") for name in place)),
+            *(spread(row["success"][key]) if key in row["success"] else "" for key in keys),
+            *(gain(row["gain"][key]) if "gain" in row else "" for key in gains),
         ]
-    ).encode()
+        for row in rows
+    ]
+    head += [f"{label(key)} gain, points" for key in gains]
+    tables = [r"% \usepackage{booktabs}", *_tabular(head, lines, 1 + len(place))]
+    if table["contrasts"]:
+        head = ["difference", *place, *(f"{label(key)}, points" for key in keys)]
+        lines = []
+        for each in table["contrasts"]:
+            names = f"{each['a']} − {each['b']}", *(each.get(name, "") for name in place)
+            found = each["difference"]
+            lines.append([*names, *(gain(found[key]) if key in found else "" for key in keys)])
+        tables += ["", *_tabular(head, lines, 1 + len(place))]
+    return "\n".join([*tables, ""]).encode()
 
 
 def numbers(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
@@ -94,6 +89,13 @@ def numbers(table: Table) -> Iterator[tuple[str, str, str, Mapping[str, Any]]]:
     for contrast in table["contrasts"]:
         name, environment = f"{contrast['a']} - {contrast['b']}", contrast.get("environment", "")
         yield "difference", name, environment, contrast["difference"]
+
+
+def _tabular(head: Sequence[str], lines: Sequence[Sequence[str]], num_names: int) -> list[str]:
+    columns = "l" * num_names + "r" * (len(head) - num_names)
+    begin = rf"\begin{{tabular}}{{{columns}}}"
+    body = r"\toprule", _line(head), r"\midrule", *map(_line, lines), r"\bottomrule"
+    return [begin, *body, r"\end{tabular}"]
 
 
 def _line(cells: Sequence[str]) -> str:

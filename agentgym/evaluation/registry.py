@@ -298,7 +298,7 @@ class Promotions:
             earlier = [holder for holder in holders if not holder.is_same(now)]
             if not earlier:
                 raise ConfigError(
-                    f"{self.model}: no version held {self.alias} before; nothing to do"
+                    f"{self.model}: no version held {self.alias} before; promote one with --force"
                 )
             target = earlier[-1]
         else:

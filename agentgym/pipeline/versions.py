@@ -142,7 +142,7 @@ def lineage(cfg: RunConfig, of: str) -> dict[str, Any]:
             number = of or (promotions.number_of(champion) if champion else None)
             if number is None:
                 raise ConfigError(
-                    f"no version of {promotions.model} holds {promotions.alias}; name one"
+                    f"no version of {promotions.model} holds {promotions.alias}; give a number"
                 )
             tree = _of_version(promotions, heads, promotions.version(number))
             changed, files = told_of_files(promotions, number)

@@ -33,20 +33,22 @@ def test_a_name_is_no_formula_of_a_spreadsheet():
     assert line["name"] == f"'{HOSTILE}"
 
 
-def test_latex_is_a_table_of_equal_rows():
+def test_latex_is_a_table_of_equal_rows_and_one_of_contrasts():
     comparison = table([row("grpo", "long", 0.9), row("ppo", "long", 0.8, start=None)])
     text = table_latex(comparison).decode()
-    (columns,) = re.findall(r"\\begin\{tabular\}\{(\w+)\}", text)
+    columns, of_contrasts = re.findall(r"\\begin\{tabular\}\{(\w+)\}", text)
     rows = [line for line in text.splitlines() if line.endswith(r"\\")]
-    assert columns == "lrrrr"
-    assert [line.count(" & ") for line in rows] == [4, 4, 4]
+    assert (columns, of_contrasts) == ("lrrrr", "lrrr")
+    assert [line.count(" & ") for line in rows] == [4, 4, 4, *[3] * (len(rows) - 3)]
+    assert rows[3] == r"difference & greedy, points & avg@4, points & pass@4, points \\"
+    assert len(rows) == 4 + len(comparison["contrasts"]) > 4
     assert rows[0] == (
         r"recipe and horizon & greedy, \% & avg@4, \% & pass@4, \% & avg@4 gain, points \\"
     )
     assert rows[1].startswith(r"grpo long & 90.0 $\pm$ 1.0 & 85.0 $\pm$ 1.0 & 92.0 $\pm$ 1.0 & ")
     assert rows[2].endswith(r"82.0 $\pm$ 1.0 &  \\")
     for part in ("toprule", "midrule", "bottomrule", "end{tabular}"):
-        assert text.count(f"\\{part}") == 1
+        assert text.count(f"\\{part}") == 2
 
 
 def test_a_name_is_no_command_of_latex():
