@@ -95,11 +95,12 @@ def train_on(cfg):
     ], done
 
 
+@pytest.mark.slow  # a run on all of them, below, is in every test run
 @pytest.mark.parametrize(
     ("env", "max_new_tokens", "observation_tokens", "entropy_coef"),
     # this model is too small to answer SearchQA
     [
-        pytest.param(TEXTCRAFT, 40, 64, 0.0, id="textcraft", marks=pytest.mark.slow),
+        pytest.param(TEXTCRAFT, 40, 64, 0.0, id="textcraft"),
         pytest.param(SEARCHQA, 60, 110, 0.01, id="searchqa"),
     ],
 )
