@@ -14,7 +14,8 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.pipeline.table import finished, open_store, steps_of
-from tests.agentgym.rollouts.policies.hosting import ROOT, is_host, left_in
+from agentgym.rollouts.policies import engines
+from tests.agentgym.rollouts.policies.hosting import ENGINE, ROOT, is_host, left_in
 from tests.waiting import wait_until
 
 RUN = """
@@ -40,12 +41,13 @@ KILLS = 10
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", ["host", "step", "run"])
 def test_a_run_continues_after_random_kills_of_any_part_and_nothing_is_left(
-    tiny_params, tmp_path, part
+    tiny_params, tmp_path, part, monkeypatch
 ):
     """Ten times, the engine's host, a step of its own or the whole run is killed."""
     rng, starts = random.Random(f"kills of {part}"), tmp_path / "starts"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     environment["TEST_STARTS"] = str(starts)
+    monkeypatch.setitem(engines.BUILT_IN, "vllm", ENGINE)  # as in the commands: it is in the keys
 
     def new_run(number):
         path = tiny_params(tmp_path / f"run-{number}")
