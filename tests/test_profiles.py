@@ -228,10 +228,10 @@ def test_lists_that_are_not_there_are_named_with_what_brings_them(
 def test_a_profile_is_planned(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     cfg = load_config(path)
-    for split, count in (("train", 100), ("test", EVAL_ITEMS[cfg.env.name])):
+    for split, first, count in (("train", 1000, 400), ("test", 0, EVAL_ITEMS[cfg.env.name])):
         folder = tmp_path / PUBLISHED / ("train" if split == "train" else "eval")
         folder.mkdir(parents=True)
-        rows = [{"item_id": f"{cfg.env.name}_{number}"} for number in range(count)]
+        rows = [{"item_id": f"{cfg.env.name}_{first + number}"} for number in range(count)]
         (folder / f"{cfg.env.name}_{split}.json").write_text(json.dumps(rows))
     assert main(["plan", "--params", str(path), "--json"]) == 0
     steps = [step["name"] for step in json.loads(capsys.readouterr().out)["steps"]]

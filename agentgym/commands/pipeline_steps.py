@@ -133,6 +133,7 @@ def _dvc(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
 
 def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
+    from agentgym.data.check import load_data
     from agentgym.pages import moment
     from agentgym.pipeline.forecast import forecast, usual_pretrained
     from agentgym.pipeline.plan import check_model, commit_bytes, num_commits, plan
@@ -144,6 +145,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if Path(cfg.model.name).is_dir():  # what is on the Hub may not be here yet
         check_model(cfg.model, cfg.lora)
     steps = plan(cfg)
+    load_data(cfg)  # or an error: its items must suffice
     is_done = all(step.action == "skip" for step in steps)
     cost, unknown = None, ""
     if not is_done:

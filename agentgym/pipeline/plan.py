@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentgym.config import LoraConfig, ModelConfig, RunConfig, first_of
-from agentgym.data.check import load_data
 from agentgym.models.architecture import published_architecture
 from agentgym.pipeline.table import finished, key_of, open_store, semantic_of, steps_of
 from agentgym.steps.step import Kind, Step, stages
@@ -25,8 +24,7 @@ class PlannedStep:
 
 
 def plan(cfg: RunConfig) -> list[PlannedStep]:
-    """Return all steps in order, with actions. Errors: those of `load_data`."""
-    load_data(cfg)
+    """Return all steps in order, with actions. Errors: ConfigError if the dataset is missing."""
     store = open_store(cfg)
     done = finished(cfg, store)
     return [_plan_step(step, cfg, store, done) for step in steps_of(cfg).values()]

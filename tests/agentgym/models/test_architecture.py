@@ -9,6 +9,7 @@ from transformers import BloomConfig, GPT2Config, LlamaConfig, MambaConfig
 from agentgym.config import ConfigError, LoraConfig, ModelConfig
 from agentgym.models.architecture import num_positions, read_architecture, unsupported
 from agentgym.pipeline.plan import check_model
+from tests.agentgym.families import tokenizer_of
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
@@ -103,6 +104,7 @@ def test_a_file_that_is_not_whole_is_refused_before_anything_starts(tmp_path):
 )
 def test_a_context_above_the_models_positions_is_refused_before_anything_starts(tmp_path, config):
     config.save_pretrained(tmp_path)
+    tokenizer_of("llama3").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(save({}))
     check_model(ModelConfig(source="hub", name=str(tmp_path), context_tokens=512), LoraConfig())
     longer = ModelConfig(source="hub", name=str(tmp_path), context_tokens=513)

@@ -42,7 +42,7 @@ def test_a_run_with_overrides_is_audited_planned_and_exported_by_its_name_alone(
     bare, tmp_path, capsys
 ):
     _, run, options = bare
-    assert main(["plan", *options]) == 0
+    assert main(["plan", *options, "--set", "evaluation.num_items=12"]) == 0
     assert "skip" not in capsys.readouterr().out  # without the name it is another run
     assert main(["plan", run, *options]) == 0
     planned = capsys.readouterr().out.splitlines()
