@@ -50,7 +50,6 @@ def dvc_yaml(cfg: RunConfig, params: str = PARAMS) -> str:
 def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     """Raise ConfigError if dvc.yaml exists with other stages than this run's, for example after
     `dvc exp run -S +horizon.stage_steps=[5]`, or cannot be read.
-
     DVC would run steps that the run does not have, or leave some out.
     """
     if not FILE.is_file():
@@ -60,10 +59,9 @@ def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     except (yaml.YAMLError, AttributeError) as error:
         raise ConfigError(f"{FILE} cannot be read ({error}); run `agentgym dvc`") from None
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
-    if stages == wanted:
-        return
     missing, unknown = sorted(wanted.keys() - stages.keys()), sorted(stages.keys() - wanted.keys())
-    changed = sorted(name for name in wanted.keys() & stages.keys() if wanted[name] != stages[name])
+    both = (wanted.keys() & stages.keys()) - {LAST}  # its file is in the state folder of this run
+    changed = sorted(name for name in both if wanted[name] != stages[name])
     differences = [
         f"{', '.join(names)} {what}"
         for names, what in (
@@ -73,6 +71,8 @@ def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
         )
         if names
     ]
+    if not differences:
+        return
     raise ConfigError(
         f"{FILE} does not describe the run that {params} asks for: {'; '.join(differences)}. Run"
         f" `agentgym dvc{_options(params)}`, then `dvc repro`"
