@@ -19,7 +19,8 @@ from agentgym.types import Status
 from tests.first_steps import BEFORE
 from tests.pretrained import AS_TINY
 
-pytestmark = pytest.mark.integration
+# the first of a process may wait for runs that others make
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 ALGORITHM = {"critic_warmup_steps": 1}
 
