@@ -139,7 +139,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     has several ids, else 0.
     Errors: ConfigError for the run's own data; errors in other published lists are warnings.
     """
-    from agentgym.data.check import compare_tasks, load_data, load_recorded, splits_by_env
+    from agentgym.data.check import compare_tasks, load_recorded, require_enough, splits_by_env
     from agentgym.data.items import PUBLISHED_COUNTS, load_splits, mix_splits
     from agentgym.data.published import check_pin
 
@@ -155,7 +155,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
             f"{cfg.env_names}: {num_recorded} trajectories of train items in"
             f" {cfg.data.trajectories}"
         )
-    load_data(cfg)  # these items must suffice for the run
+    require_enough(cfg, splits)
     for name in PUBLISHED_COUNTS:
         if name in cfg.env_weights or not (cfg.data.path / "train" / f"{name}_train.json").exists():
             continue

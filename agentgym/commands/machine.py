@@ -63,8 +63,8 @@ def add(commands: Commands) -> None:
 def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     rows, recipe = list(settings(cfg)), recipe_of(cfg.algorithm.recipe)
     for i, row in enumerate(rows):
-        if row.section == "algorithm" and (own := getattr(recipe, row.name, None)):
-            meaning = row.description.replace("the recipe's own", f"the recipe's own, {own}")
+        if row.section == "algorithm" and (value := getattr(recipe, row.name, None)):
+            meaning = row.description.replace("the recipe's own", f"the recipe's own, {value}")
             rows[i] = replace(row, description=meaning)
     if arguments.section:
         known = {row.section or row.name for row in rows}

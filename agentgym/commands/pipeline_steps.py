@@ -142,7 +142,7 @@ def _plan(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 
     if arguments.of_run and find_run(open_store(cfg), arguments.of_run) is None:
         require_run(cfg, arguments.of_run)
-    if Path(cfg.model.name).is_dir():  # what is on the Hub may not be here yet
+    if cfg.model.source == "tiny" or Path(cfg.model.name).is_dir():  # not on the Hub
         check_model(cfg.model, cfg.lora)
     steps = plan(cfg)
     load_data(cfg)  # or an error: its items must suffice

@@ -56,26 +56,26 @@ def table_latex(table: Table) -> bytes:
     keys = list(dict.fromkeys(key for row in rows for key in row["success"]))
     average = next((key for key in keys if key.startswith("avg")), None)
     gains = [average] if average is not None and any("gain" in row for row in rows) else []
-    place = ["environment"] if table.get("environments") else []
-    head = ["recipe and horizon", *place, *(f"{label(key)}, %" for key in keys)]
+    where = ["environment"] if table.get("environments") else []
+    head = ["recipe and horizon", *where, *(f"{label(key)}, %" for key in keys)]
     lines = [
         [
-            *(row["name"], *(row.get(name, "") for name in place)),
+            *(row["name"], *(row.get(name, "") for name in where)),
             *(spread(row["success"][key]) if key in row["success"] else "" for key in keys),
             *(gain(row["gain"][key]) if "gain" in row else "" for key in gains),
         ]
         for row in rows
     ]
     head += [f"{label(key)} gain, points" for key in gains]
-    tables = [r"% \usepackage{booktabs}", *_tabular(head, lines, 1 + len(place))]
+    tables = [r"% \usepackage{booktabs}", *_tabular(head, lines, 1 + len(where))]
     if table["contrasts"]:
-        head = ["difference", *place, *(f"{label(key)}, points" for key in keys)]
+        head = ["difference", *where, *(f"{label(key)}, points" for key in keys)]
         lines = []
-        for each in table["contrasts"]:
-            names = f"{each['a']} − {each['b']}", *(each.get(name, "") for name in place)
-            found = each["difference"]
-            lines.append([*names, *(gain(found[key]) if key in found else "" for key in keys)])
-        tables += ["", *_tabular(head, lines, 1 + len(place))]
+        for contrast in table["contrasts"]:
+            pair, gains_of = f"{contrast['a']} − {contrast['b']}", contrast["difference"]
+            names = pair, *(contrast.get(name, "") for name in where)
+            lines.append([*names, *(gain(gains_of[k]) if k in gains_of else "" for k in keys)])
+        tables += ["", *_tabular(head, lines, 1 + len(where))]
     return "\n".join([*tables, ""]).encode()
 
 

@@ -27,6 +27,14 @@ def load_data(cfg: RunConfig) -> Splits:
     Errors: DataError for faulty lists, ConfigError for too few items.
     """
     splits = mix_splits(cfg.env_weights, list(splits_by_env(cfg).values()))
+    require_enough(cfg, splits)
+    return splits
+
+
+def require_enough(cfg: RunConfig, splits: Splits) -> None:
+    """Raise ConfigError if the run has too few items, or so few that one optimizer step could draw
+    an item twice: both draws would sample the same episodes, token for token.
+    """
     algorithm = cfg.algorithm
     if isinstance(algorithm, ExplorationConfig) and algorithm.num_items > len(splits.train) // 3:
         raise ConfigError(
@@ -44,8 +52,17 @@ def load_data(cfg: RunConfig) -> Splits:
                 f"{key} {num_items} is more than the {num_there} {name} items of {cfg.env_names};"
                 " lower it"
             )
-    _check_draws(cfg, splits)
-    return splits
+    items_per_step = cfg.rollout.items_per_step
+    rounds = 1 + max_refills(cfg.algorithm)
+    max_items = train_stream(cfg, splits, {}).most_distinct()
+    if cfg.algorithm.loop.samples_every_step and items_per_step * rounds > max_items:
+        refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
+        raise ConfigError(
+            f"rollout.items_per_step {items_per_step}{refills} is more than the {max_items} items"
+            f" that {len(splits.train)} train items of {cfg.env_names} give without one twice (a"
+            " third of a pass): the same item twice in a step has the same samples, token for"
+            f" token; lower it to {max_items // rounds}, or add items"
+        )
 
 
 def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:
@@ -103,23 +120,6 @@ def compare_tasks(envs: Sequence[EnvConfig], splits: Splits) -> Tasks:
             unknown.append(f"{env.name}: items were compared by their ids alone: {reason}")
         digests |= zip((item.item_id for item in items), task_digests, strict=True)
     return Tasks(digests, tuple(repeated), tuple(unknown))
-
-
-def _check_draws(cfg: RunConfig, splits: Splits) -> None:
-    """Raise ConfigError if one optimizer step could draw an item twice: both draws would sample the
-    same episodes, token for token. Recipes that do not sample in every step are not checked.
-    """
-    items_per_step = cfg.rollout.items_per_step
-    rounds = 1 + max_refills(cfg.algorithm)
-    max_items = train_stream(cfg, splits, {}).most_distinct()
-    if cfg.algorithm.loop.samples_every_step and items_per_step * rounds > max_items:
-        refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
-        raise ConfigError(
-            f"rollout.items_per_step {items_per_step}{refills} is more than the {max_items} items"
-            f" that {len(splits.train)} train items of {cfg.env_names} give without one twice (a"
-            " third of a pass): the same item twice in a step has the same samples, token for"
-            f" token; lower it to {max_items // rounds}, or add items"
-        )
 
 
 def repeated_tasks(items: Sequence[Item], digests: Sequence[str | None]) -> tuple[str, ...]:

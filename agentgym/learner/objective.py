@@ -37,8 +37,8 @@ def scored(
     """
     batch, (logprobs, entropies) = experience.batch, scores
     engine, limit = batch.logprobs[batch.action_mask], algorithm.max_mismatch_kl
-    asked = engine != NOT_ASKED
-    gap = mismatch(logprobs[asked], engine[asked], cap=algorithm.importance_cap)
+    is_known = engine != NOT_ASKED
+    gap = mismatch(logprobs[is_known], engine[is_known], cap=algorithm.importance_cap)
     if limit is not None and gap and not gap["kl"] <= limit:
         raise EngineMismatch(
             f"step {step}: engine and learner differ by KL {gap['kl']:.3g} nats per token (limit"

@@ -156,8 +156,8 @@ class ShownPlayer:
         self._types = isinstance(player, PersonPlayer)
 
     def begin(self, episode: Episode) -> bool:
-        help = "; ? lists actions, Ctrl-D gives up" if self._types else ""
-        self._tell(f"--- {episode.item.item_id}, at most {episode.settings.max_turns} turns{help}")
+        keys = "; ? lists actions, Ctrl-D gives up" if self._types else ""
+        self._tell(f"--- {episode.item.item_id}, at most {episode.settings.max_turns} turns{keys}")
         self._tell(episode.first_observation)
         return self._player.begin(episode)
 

@@ -317,14 +317,14 @@ def test_of_a_share_of_the_actions_the_log_probabilities_are_asked_for_by_key(re
     assert asked == [sampling.key.is_drawn(0.5) for _, sampling in policy.asked]
     assert all(sampling.key.is_drawn(1.0) for _, sampling in policy.asked)
     given = [
-        said if is_asked else replace(said, logprobs=())
-        for said, is_asked in zip(replies, asked, strict=True)
+        reply if is_asked else replace(reply, logprobs=())
+        for reply, is_asked in zip(replies, asked, strict=True)
     ]
     trajectory, _, _ = play(renderer, given, [Reply()] * 40, settings)
     assert [turn.has_logprobs for turn in trajectory.turns] == asked
-    for turn, said in zip(trajectory.turns, replies, strict=True):
+    for turn, reply in zip(trajectory.turns, replies, strict=True):
         span = slice(turn.start, turn.end)
-        known = said.logprobs if turn.has_logprobs else (None,) * len(said.ids)
+        known = reply.logprobs if turn.has_logprobs else (None,) * len(reply.ids)
         assert tuple(trajectory.engine_logprobs[span]) == known
         assert trajectory.logprobs[span] == tuple(number or 0.0 for number in known)
     assert from_json(to_json(trajectory)) == trajectory
