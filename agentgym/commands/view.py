@@ -100,6 +100,8 @@ def _take_away(cfg: RunConfig, arguments: argparse.Namespace) -> int:
 def _view(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     if any(path is not None for path in (arguments.bundle, arguments.jsonl, arguments.agentgym)):
         return _take_away(cfg, arguments)
+    if arguments.query:
+        raise ConfigError("--query goes with --bundle, --jsonl or --agentgym; in a browser, filter")
     import uvicorn
 
     from agentgym.private import USER, with_login

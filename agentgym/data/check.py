@@ -42,20 +42,9 @@ def require_enough(cfg: RunConfig, splits: Splits) -> None:
             f" {len(splits.train)} train items of {cfg.env_names}, so that one stage could meet an"
             " item twice; lower it"
         )
-    for key, num_items, name in (
-        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split),
-        ("rollout.items_per_step", cfg.rollout.items_per_step, "train"),
-    ):
-        num_there = len(getattr(splits, name))
-        if num_items > num_there:
-            raise ConfigError(
-                f"{key} {num_items} is more than the {num_there} {name} items of {cfg.env_names};"
-                " lower it"
-            )
-    items_per_step = cfg.rollout.items_per_step
-    rounds = 1 + max_refills(cfg.algorithm)
+    items_per_step, rounds = cfg.rollout.items_per_step, 1 + max_refills(algorithm)
     max_items = train_stream(cfg, splits, {}).most_distinct()
-    if cfg.algorithm.loop.samples_every_step and items_per_step * rounds > max_items:
+    if algorithm.loop.samples_every_step and items_per_step * rounds > max_items:
         refills = f" x {rounds} rounds (algorithm.max_refills)" if rounds > 1 else ""
         raise ConfigError(
             f"rollout.items_per_step {items_per_step}{refills} is more than the {max_items} items"
@@ -63,6 +52,15 @@ def require_enough(cfg: RunConfig, splits: Splits) -> None:
             " third of a pass): the same item twice in a step has the same samples, token for"
             f" token; lower it to {max_items // rounds}, or add items"
         )
+    for key, num_items, name in (
+        ("evaluation.num_items", cfg.evaluation.num_items, cfg.evaluation.split),
+        ("rollout.items_per_step", cfg.rollout.items_per_step, "train"),
+    ):
+        if num_items > (num_there := len(getattr(splits, name))):
+            raise ConfigError(
+                f"{key} {num_items} is more than the {num_there} {name} items of {cfg.env_names};"
+                " lower it"
+            )
 
 
 def splits_by_env(cfg: RunConfig) -> dict[str, Splits]:

@@ -66,6 +66,8 @@ def test_episodes_are_taken_away_without_a_server(made, tmp_path, capsys):
     assert "--query: sort 'x' is none of" in capsys.readouterr().err
     assert main(["view", "--set", store, *out, "--query", "step=stage-1&success=no"]) == 2
     assert "--query: step is no filter; expected run, stage, " in capsys.readouterr().err
+    assert main(["view", "--set", store, "--query", "success=no"]) == 2
+    assert "--query goes with --bundle, --jsonl or --agentgym" in capsys.readouterr().err
 
 
 @pytest.mark.integration

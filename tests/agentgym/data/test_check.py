@@ -17,13 +17,17 @@ def run(copy_run, tmp_path, tiny_params):
     return load_config(tiny_params(copy_run(tmp_path), deterministic=True))
 
 
-@pytest.mark.parametrize("key", ["evaluation.num_items", "rollout.items_per_step"])
-def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key):
-    cfg = load_config(tiny_params(tmp_path), [f"{key}=1000"])
-    with pytest.raises(
-        ConfigError,
-        match=rf"^{key} 1000 is more than the \d+ (test|train) items of babyai; lower it$",
-    ):
+@pytest.mark.parametrize(
+    ("key", "recipe", "told"),
+    [
+        ("evaluation.num_items", "grpo", r"\d+ test items of babyai; lower it"),
+        ("rollout.items_per_step", "dpo", r"\d+ train items of babyai; lower it"),
+        ("rollout.items_per_step", "grpo", r"\d+ items that .*; lower it to \d+, or add items"),
+    ],
+)
+def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key, recipe, told):
+    cfg = load_config(tiny_params(tmp_path, algorithm={"recipe": recipe}), [f"{key}=1000"])
+    with pytest.raises(ConfigError, match=rf"^{key} 1000 is more than the {told}$"):
         load_data(cfg)
 
 
