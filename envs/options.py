@@ -20,9 +20,7 @@ def choose(env: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) ->
     """
     for key in options:
         if key not in defaults:
-            raise ValueError(
-                f"{env} has no option {key!r}; did you mean {nearest(key, defaults)!r}?"
-            )
+            raise ValueError(f"{env} has no option {key!r}{hint(key, defaults)}")
     return {**defaults, **options}
 
 
@@ -47,11 +45,8 @@ def seconds(env: str, options: Mapping[str, Any], key: str, high: float) -> floa
 
 def one_of(env: str, options: Mapping[str, Any], key: str, known: Sequence[str]) -> Any:
     """Return the option `key`, a text of `known`. Errors: ValueError that names the nearest one."""
-    value = options[key]
-    if value not in known:
-        near = nearest(str(value), known)
-        raise ValueError(f"{env} option {key}: unknown value {value!r}; did you mean {near!r}?")
-    return value
+    check_known(env, key, "value", [options[key]], known)
+    return options[key]
 
 
 def names(
@@ -71,15 +66,23 @@ def names(
             f'{env} option {key}: expected "agentgym" or a list of {noun} names such as'
             f' ["{example}"], got {value!r}'
         )
-    for name in value:
-        if name not in known:
-            near = nearest(name, known)
-            raise ValueError(f"{env} option {key}: unknown {noun} {name!r}; did you mean {near!r}?")
+    check_known(env, key, noun, value, known)
     return tuple(value)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    return difflib.get_close_matches(word, list(known), n=1, cutoff=0.0)[0]
+def check_known(
+    env: str, key: str, noun: str, given: Iterable[Any], known: Collection[str]
+) -> None:
+    """Raise ValueError for the first of the option's values that is not known. noun: their kind."""
+    for value in given:
+        if value not in known:
+            raise ValueError(f"{env} option {key}: unknown {noun} {value!r}{hint(value, known)}")
+
+
+def hint(word: object, known: Iterable[str], cutoff: float = 0.0) -> str:
+    """Return "; did you mean 'x'?" with the nearest word; empty if none is as near as `cutoff`."""
+    near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=cutoff)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def secret_variable(what: str, name: Any) -> str:

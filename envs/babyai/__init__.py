@@ -11,7 +11,7 @@ from envs.babyai.world import Options, World
 from envs.dialect import common
 from envs.env import EnvSpec
 from envs.examples import played, solved
-from envs.options import choose, names, nearest
+from envs.options import choose, names, one_of
 from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
@@ -76,13 +76,7 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     chosen = choose("babyai", options, DEFAULTS)
     types = get_type_hints(Options)
     for key in ("view", "actions", "reward"):
-        known = get_args(types[key])
-        if chosen[key] not in known:
-            near = nearest(str(chosen[key]), list(known))
-            raise ValueError(
-                f"babyai option {key}: unknown value {chosen[key]!r}; did you mean {near!r}? known:"
-                f" {', '.join(known)}"
-            )
+        one_of("babyai", chosen, key, get_args(types[key]))
     levels = AGENTGYM_LEVELS
     if chosen["levels"] != "agentgym":
         levels = names("babyai", chosen, "levels", "level", registered(), "GoToObj")

@@ -4,6 +4,7 @@ most of a step's time.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,10 @@ from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT, OBJECT_TO_IDX
 from minigrid.core.world_object import Wall
 from minigrid.minigrid_env import MiniGridEnv
 
+from envs.babyai.views import DOOR_STATES, KEPT
+
 _OUTSIDE = Wall()
 _EMPTY = bytes([OBJECT_TO_IDX["empty"], 0, 0])
-_UNSEEN = bytes(3)
 
 
 class Pictured(MiniGridEnv):  # type: ignore[misc]  # minigrid has no type annotations
@@ -30,57 +32,54 @@ def _picture(env: MiniGridEnv) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the agent's view [S, S, 3]: (object, color, state) by column and row; zeros for a cell
     that the agent cannot see. The agent is in the middle of the last row, looking up.
     """
-    size = env.agent_view_size
-    cells = _cells(env, size)
-    mask = _seen(cells, size)
-    cells[_at(size // 2, size - 1, size)] = env.carrying  # shown in the agent's own cell
-    encoded = bytearray()
-    for thing, visible in zip(cells, mask, strict=True):
-        encoded += bytes(thing.encode()) if visible and thing else _EMPTY if visible else _UNSEEN
+    size, grid, (x, y) = env.agent_view_size, env.grid, map(int, env.agent_pos)
+    things = [*grid.grid, _OUTSIDE]
+    place = _indices(size, grid.width, grid.height, x, y, int(env.agent_dir))
+    cells = [things[index] for index in place]
+    visible = _seen(size, tuple([thing is None or thing.see_behind() for thing in cells]))
+    cells[size * (size // 2 + 1) - 1] = env.carrying  # shown in the agent's own cell
+    encoded = bytearray(len(cells) * 3)
+    for index in visible:
+        thing = cells[index]
+        encoded[3 * index : 3 * index + 3] = bytes(thing.encode()) if thing else _EMPTY
     return np.frombuffer(encoded, dtype=np.uint8).reshape(size, size, 3)
 
 
-def _at(column: int, row: int, size: int) -> int:
-    return column * size + row
-
-
-def _cells(env: MiniGridEnv, size: int) -> list[Any]:
-    """Return the object in each cell of the agent's size x size view, column by column; None for
-    an empty cell, a wall for a cell outside the grid.
+@lru_cache(maxsize=KEPT)
+def _indices(size: int, width: int, height: int, x: int, y: int, facing: int) -> tuple[int, ...]:
+    """Return the index in the grid of each cell of a size x size view, column by column; -1 for a
+    cell outside the grid. facing: 0 right, 1 down, 2 left, 3 up.
     """
-    things, width, height = env.grid.grid, env.grid.width, env.grid.height
-    (ahead_x, ahead_y), (x, y) = map(int, env.dir_vec), map(int, env.agent_pos)
-    cells = []
+    ahead_x, ahead_y = ((1, 0), (0, 1), (-1, 0), (0, -1))[facing]
+    indices = []
     for column in range(-(size // 2), size - size // 2):
         for row in range(size - 1, -1, -1):
             # to the right of (dx, dy) is (-dy, dx)
             at_x = x + row * ahead_x - column * ahead_y
             at_y = y + row * ahead_y + column * ahead_x
             inside = 0 <= at_x < width and 0 <= at_y < height
-            cells.append(things[at_y * width + at_x] if inside else _OUTSIDE)
-    return cells
+            indices.append(at_y * width + at_x if inside else -1)
+    return tuple(indices)
 
 
-def _seen(cells: list[Any], size: int) -> list[bool]:
-    """Return a flag for each cell, True if it is visible. Starting at the agent's row, a visible
-    cell that does not block the view makes its side neighbors and the three cells ahead visible.
+@lru_cache(maxsize=KEPT)
+def _seen(size: int, clear: tuple[bool, ...]) -> list[int]:
+    """Return the indices of the visible cells. Starting at the agent's row, a visible cell that
+    does not block the view makes its side neighbors and the three cells ahead visible.
+    clear: flags of the cells that do not block the view.
     """
     visible = [False] * (size * size)
-    visible[_at(size // 2, size - 1, size)] = True
+    visible[size * (size // 2 + 1) - 1] = True
     for row in range(size - 1, -1, -1):
         for columns, side in ((range(size - 1), size), (range(size - 1, 0, -1), -size)):
             for column in columns:
-                here = _at(column, row, size)
-                thing = cells[here]
-                if not visible[here] or (thing is not None and not thing.see_behind()):
+                here = column * size + row
+                if not visible[here] or not clear[here]:
                     continue
                 visible[here + side] = True
                 if row > 0:
                     visible[here + side - 1] = visible[here - 1] = True
-    return visible
-
-
-_DOOR_STATES = ("open", "closed", "locked")
+    return [index for index, is_visible in enumerate(visible) if is_visible]
 
 
 def grid_of(env: MiniGridEnv) -> dict[str, Any]:
@@ -111,5 +110,5 @@ def _named(thing: Any) -> dict[str, str]:
     return {
         "kind": name,
         "color": IDX_TO_COLOR[color],
-        "state": _DOOR_STATES[state] if name == "door" else "",
+        "state": DOOR_STATES[state] if name == "door" else "",
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ Cell = tuple[int, int]  # (steps ahead, steps to the left) of the agent; right i
 VIEW_SIZE = 7
 KEPT = 4096  # views, with what was found out about them; some 20 MB
 _UNSEEN, _EMPTY, _WALL, _FLOOR, _DOOR = 0, 1, 2, 3, 4
-_DOOR_STATES = ("open", "closed", "locked")
+DOOR_STATES = ("open", "closed", "locked")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class VisibleObject:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class View:
     """Objects in view, nearest first; the walls in view; and the carried object."""
 
@@ -56,16 +56,16 @@ class View:
     walls: frozenset[Cell]
     carrying: str  # `red key`, or empty
 
-    @property
+    @cached_property
     def in_front(self) -> VisibleObject | None:
         return next((obj for obj in self.objects if obj.cell == (1, 0)), None)
 
-    @property
+    @cached_property
     def wall_ahead(self) -> int | None:
         """Number of steps to the nearest wall in view straight ahead; None if there is none."""
         return min((ahead for ahead, left in self.walls if left == 0), default=None)
 
-    @property
+    @cached_property
     def barrier(self) -> tuple[str, int] | None:
         """Return (kind, distance) of the nearest wall or box straight ahead, None without one.
         AgentGym reports this one as faced. Balls, keys and doors do not count.
@@ -75,7 +75,7 @@ class View:
             ahead.append(("wall", self.wall_ahead))
         return min(ahead, key=lambda barrier: barrier[1], default=None)
 
-    @property
+    @cached_property
     def blocked(self) -> frozenset[Cell]:
         """Return the cells in view that the agent cannot enter, without doors, which may open."""
         return self.walls.union(obj.cell for obj in self.objects if obj.kind != "door")
@@ -115,7 +115,7 @@ def _decode(pixels: bytes) -> View:
                     VisibleObject(
                         IDX_TO_OBJECT[kind],
                         IDX_TO_COLOR[color],
-                        _DOOR_STATES[state] if kind == _DOOR else "",
+                        DOOR_STATES[state] if kind == _DOOR else "",
                         ahead,
                         left,
                     )
@@ -144,7 +144,10 @@ def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str
     return "\n".join(lines)
 
 
-def agentgym(view: View, *, goal: str = "", closing: str = "", actions: Sequence[str] = ()) -> str:
+@lru_cache(maxsize=KEPT)
+def agentgym(
+    view: View, *, goal: str = "", closing: str = "", actions: tuple[str, ...] = ()
+) -> str:
     """Describe the view in AgentGym's structure: the goal, the objects in whole sentences, a
     closing line, and the list of actions possible now. An empty goal or closing adds no line.
     """

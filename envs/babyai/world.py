@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 from minigrid.envs.babyai.core.verifier import GoToInstr, PickupInstr
 from minigrid.utils.baby_ai_bot import BabyAIBot
 from PIL import Image
@@ -28,7 +27,7 @@ from envs.babyai.actions import (
     plan_high,
     plan_low,
 )
-from envs.babyai.levels import make_level, pick_level
+from envs.babyai.levels import begin, pick_level
 from envs.babyai.picture import grid_of
 from envs.babyai.views import View, decode
 from envs.env import Expert, ExpertFailed, StepResult
@@ -49,8 +48,8 @@ class Options:
 
 
 class World:
-    """One episode at a time. Each reset makes a new minigrid environment, so that no state leaks
-    into the next episode.
+    """One episode at a time. Each reset brings a minigrid environment of its own, so that no state
+    leaks into the next episode.
     """
 
     def __init__(self, options: Options) -> None:
@@ -71,8 +70,7 @@ class World:
     def reset(self, task_id: int) -> str:
         self.level, seed = pick_level(self.options.levels, task_id)
         self.close()
-        self.env = make_level(self.level)
-        self._image = self.env.reset(seed=seed)[0]["image"]
+        self.env, self._image = begin(self.level, seed)
         self.view = self._first_view()
         self.num_moves, self.last_move, self._ended = 0, None, False
         return self._told(goal=self.env.mission)
@@ -100,7 +98,7 @@ class World:
 
     def hints(self) -> list[str]:
         """Return the commands of the grammar; for the high grammar only those possible now."""
-        return self._possible()
+        return list(self._possible())
 
     def close(self) -> None:
         if self.env is not None:
@@ -113,10 +111,11 @@ class World:
         Some levels let the agent carry an object from the start. The reset's own image still shows
         the object in its cell. AgentGym's server shows that image, and so does view `agentgym`.
         """
-        view = decode(self.env.gen_obs()["image"])
-        if self.options.view == "compact":
+        view = decode(self._image)
+        if not self.env.carrying:
             return view
-        return replace(decode(self._image), carrying=view.carrying)
+        now = decode(self.env.gen_obs()["image"])
+        return now if self.options.view == "compact" else replace(view, carrying=now.carrying)
 
     def _stay(self, observation: str, *, invalid: bool = False) -> StepResult:
         info = {FAMILY: self.level, **({INVALID: True} if invalid else {})}
@@ -138,7 +137,7 @@ class World:
             truncated = over_limit and self.options.limited
             self.num_moves += 1
             self.last_move = move
-            unchanged = np.array_equal(observation["image"], self._image)
+            unchanged = observation["image"].tobytes() == self._image.tobytes()
             self._image = observation["image"]
             if truncated or unchanged:
                 break
@@ -178,8 +177,8 @@ class World:
             return views.compact(self.view, note="invalid action", actions=self._possible())
         return views.compact(self.view, note="invalid action: not possible here")
 
-    def _possible(self) -> list[str]:
-        return list(self.offered if self.options.actions == "high" else LOW)
+    def _possible(self) -> tuple[str, ...]:
+        return tuple(self.offered if self.options.actions == "high" else LOW)
 
 
 class Bot:

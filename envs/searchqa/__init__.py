@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic import BaseModel, Field
 from envs.dialect import Dialect
 from envs.env import EnvSpec
 from envs.examples import played, solved
-from envs.options import choose, one_of, seconds, whole_number
+from envs.options import choose, hint, one_of, seconds, whole_number
 from envs.searchqa import questions, retrievers
 from envs.searchqa.flashrag import FlashRag
 from envs.searchqa.questions import Hop, Question, Questions
@@ -184,10 +183,8 @@ def _questions(value: Any) -> Questions:
         )
     folder = Path(value)
     if not folder.is_dir():
-        hint = (
-            "; did you mean 'embedded'?" if difflib.get_close_matches(value, ["embedded"]) else ""
-        )
-        raise ValueError(f"searchqa option questions: there is no folder {value!r}{hint}")
+        near = hint(value, ["embedded"], cutoff=0.6)
+        raise ValueError(f"searchqa option questions: there is no folder {value!r}{near}")
     flashrag = FlashRag(folder)
     flashrag[0]  # a server plays task 0 before it reports ready, so it must exist
     return flashrag
@@ -199,9 +196,9 @@ def _retriever(chosen: dict[str, Any]) -> Retriever:
     if value == "bm25":
         return retrievers.embedded()
     if not isinstance(value, str) or "://" not in value:
-        hint = "; did you mean 'bm25'?" if difflib.get_close_matches(str(value), ["bm25"]) else ""
+        near = hint(value, ["bm25"], cutoff=0.6)
         raise ValueError(
             'searchqa option retriever: expected "bm25" or a URL such as'
-            f" http://127.0.0.1:8000/retrieve, got {value!r}{hint}"
+            f" http://127.0.0.1:8000/retrieve, got {value!r}{near}"
         )
     return SearchR1(value, timeout_s)

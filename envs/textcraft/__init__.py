@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from envs.dialect import Dialect, whole
 from envs.env import EnvSpec
 from envs.examples import played
-from envs.options import choose, nearest, one_of, whole_number
+from envs.options import check_known, choose, one_of, whole_number
 from envs.textcraft.invented import Draft
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
@@ -153,12 +153,7 @@ def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
             f'textcraft option goals: expected a list of items such as ["stick"], got {wanted!r}'
         )
     wanted = [plain(name) for name in wanted]
-    for name in wanted:
-        if name not in book.by_output:
-            raise ValueError(
-                f"textcraft option goals: no recipe crafts {name!r}; did you mean"
-                f" {nearest(name, book.goals)!r}?"
-            )
+    check_known("textcraft", "goals", "crafted item", wanted, book.by_output)
     min_depth, max_depth = chosen["min_depth"], chosen["max_depth"]
     goals = tuple(
         goal

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,7 +13,7 @@ from pydantic import BaseModel, Field
 from envs.dialect import Dialect
 from envs.env import EnvSpec
 from envs.examples import recorded
-from envs.options import choose, nearest, one_of, seconds, secret_variable, whole_number
+from envs.options import check_known, choose, hint, one_of, seconds, secret_variable, whole_number
 
 if TYPE_CHECKING:
     from envs.webarena.evaluators import Judge
@@ -168,9 +167,8 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
         return Path(__file__).with_name("tasks.json")
     path = Path(_text(chosen, "tasks"))
     if not path.exists():
-        is_near = difflib.get_close_matches(str(path), ["embedded"])
-        hint = "; did you mean 'embedded'?" if is_near else ""
-        raise ValueError(f"webarena option tasks: there is no file or folder {str(path)!r}{hint}")
+        near = hint(path, ["embedded"], cutoff=0.6)
+        raise ValueError(f"webarena option tasks: there is no file or folder {str(path)!r}{near}")
     return path
 
 
@@ -186,12 +184,7 @@ def _addresses(value: Any) -> dict[str, str]:
             'webarena option sites: expected "embedded" or an object such as {"shopping":'
             f' "http://host:7770"}}, got {value!r}'
         )
-    for name in value:
-        if name not in SITE_NAMES:
-            near = nearest(name, SITE_NAMES)
-            raise ValueError(
-                f"webarena option sites: unknown site {name!r}; did you mean {near!r}?"
-            )
+    check_known("webarena", "sites", "site", value, SITE_NAMES)
     return {name: url.rstrip("/") for name, url in value.items()}
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envs.options import choose, nearest, secret_variable
+from envs.options import choose, hint, secret_variable
 
 DEFAULTS = {"view": "compact", "limit": 3}
 
@@ -19,7 +19,8 @@ def test_an_unknown_option_is_named_with_the_nearest():
     ) as error:
         choose("babyai", {"veiw": "compact"}, DEFAULTS)
     assert "\n" not in str(error.value)
-    assert nearest("zzz", DEFAULTS) in DEFAULTS
+    assert hint("zzz", DEFAULTS)
+    assert not hint("zzz", DEFAULTS, cutoff=0.6)
 
 
 @pytest.mark.parametrize("name", ["HOME", "AGENTGYM_SECRET_", "AGENTGYM_SECRET_a", 7, None])

@@ -11,7 +11,7 @@ from envs.babyai import spec
         ({"level": ["GoToObj"]}, "did you mean 'levels'"),
         ({"view": "compat"}, "did you mean 'compact'"),
         ({"actions": "lo"}, "did you mean 'low'"),
-        ({"reward": 1}, "known: binary, minigrid"),
+        ({"reward": 1}, "option reward: unknown value 1"),
         ({"levels": ["GoToObjj"]}, "did you mean 'GoToObj'"),
         ({"levels": []}, "expected"),
         ({"levels": "all"}, "agentgym"),

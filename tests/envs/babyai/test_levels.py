@@ -2,8 +2,11 @@
 
 import json
 
+import numpy as np
+import pytest
+
 from envs.babyai import spec
-from envs.babyai.levels import AGENTGYM_LEVELS, make_level, pick_level
+from envs.babyai.levels import AGENTGYM_LEVELS, begin, make_level, pick_level
 from tests.envs.babyai.test_world import play, world_of
 
 
@@ -58,3 +61,22 @@ def test_levels_reject_layouts_in_silence(capfd):
     for task_id in range(30):
         world.reset(task_id)
     assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", ["PutNextS7N4Carrying", "KeyInBox", "BossLevel"])
+def test_samples_of_an_item_begin_in_copies_of_one_world(name):
+    def played(level):
+        seen = [level.gen_obs()["image"].tobytes(), level.mission]
+        for move in (2, 1, 3, 2, 5, 0, 2, 4, 6):
+            observation, reward, *ends, _ = level.step(move)
+            seen += [observation["image"].tobytes(), reward, ends, level.carrying is None]
+        return seen, level.render().tobytes()
+
+    made = make_level(name)
+    image = made.reset(seed=5)[0]["image"]
+    level, first = begin(name, 5)
+    assert played(level) == played(made)
+    again, second = begin(name, 5)  # not what was played
+    assert np.array_equal(first, image)
+    assert np.array_equal(second, image)
+    assert played(again) == played(begin(name, 5)[0])

@@ -45,7 +45,7 @@ def test_agentgym_numbers_equal_objects_by_distance():
         )
     )
     assert (
-        agentgym(view, goal="go to a red ball", actions=["turn left"])
+        agentgym(view, goal="go to a red ball", actions=("turn left",))
         == "Your goal: go to a red ball\nIn front of you in this room, you can see several objects:"
         " There is a red ball 1 right in front of you 2 steps away. There is a green closed door"
         " 1 0 steps in front of you and 2 steps to your left. There is a red ball 2 4 steps in"
@@ -90,6 +90,6 @@ def test_agentgym_faces_walls_and_boxes_only(cells, faced):
 def test_agentgym_tells_the_end_after_the_view_and_before_the_actions():
     view = decode(image_of((0, 0, KEY, RED, 0)))
     assert (
-        agentgym(view, closing="Done.", actions=[])
+        agentgym(view, closing="Done.", actions=())
         == "You are carrying a red key.\nDone.\nAvailable actions: []"
     )

@@ -47,7 +47,7 @@ def test_the_figures_of_the_readme_are_those_of_the_recipes():
         ({"min_depth": 9}, "depths here go from 1 to 4"),
         ({"min_depth": 3, "max_depth": 2}, "no goal is left"),
         ({"goals": ["stik"]}, "did you mean 'stick'"),
-        ({"goals": ["oak log"]}, "no recipe crafts 'oak log'"),
+        ({"goals": ["oak log"]}, "unknown crafted item 'oak log'"),
         ({"goals": "stick"}, "expected a list of items"),
         ({"recipes": "/no/such/folder"}, "no file or folder '/no/such/folder'"),
         ({"recipes": 3}, "expected text"),
