@@ -258,7 +258,6 @@ def lose_object(scene: Scene, victims: list[psutil.Process]) -> None:
 def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
     """Start another process on the stage, which must be refused; then kill the stage's holder."""
     other = scene.project.completed(*scene.process.args)
-    line = other.stderr.strip().splitlines()[-1:] or [""]
     holder = (
         rf"step stage-1 .* is held by process {scene.process.pid} on"
         rf" {re.escape(socket.gethostname())}, since \d{{4}}-.*\(epoch \d+\)"
@@ -266,10 +265,11 @@ def second_learner(scene: Scene, victims: list[psutil.Process]) -> None:
     if scene.process.poll() is not None or "stage-1: done" in other.stdout:
         scene.trial.hit = False  # too late: the stage was no longer taken
         return
-    scene.trial.notes += line
-    if other.returncode != 1 or not re.search(holder, line[0]):
+    refusal = [line for line in other.stderr.splitlines() if re.search(holder, line)]
+    scene.trial.notes += refusal
+    if other.returncode != 1 or not refusal:
         wrong = "the second learner was not refused with who holds the stage"
-        scene.trial.fail("command", f"{wrong}: {other.returncode}, {line[0]!r}")
+        scene.trial.fail("command", f"{wrong}: {other.returncode}, {other.stderr[-500:]!r}")
     KILL(scene, victims)
 
 
