@@ -60,6 +60,7 @@ TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
 FAILED = (RuntimeError, OSError, EOFError, TimeoutError)
+NUMBERS = itertools.count()  # of the sessions of all loads: a server forgets no request key
 
 
 class Connection:
@@ -106,12 +107,11 @@ class Load:
         self.times: list[float] = []
         self.opened: list[float] = []
         self.errors: list[str] = []
-        self._numbers = itertools.count()
         self._gate = asyncio.Semaphore(OPENED_AT_ONCE)
 
     async def open(self, connection: Connection) -> str:
-        number = next(self._numbers)
-        task = {"request_key": f"{id(self)}-{number}", "task_id": number % TASKS.get(self.env, 500)}
+        number = next(NUMBERS)
+        task = {"request_key": f"load-{number}", "task_id": number % TASKS.get(self.env, 500)}
         began = time.perf_counter()
         reply = await self._ask(connection, "/create", task)
         self.opened.append(time.perf_counter() - began)
