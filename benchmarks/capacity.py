@@ -60,7 +60,7 @@ TASKS = {"webarena": 97}  # number of task ids, from 0; 500 in the others
 OPENED_AT_ONCE = 32
 TIMEOUT_S = 60.0  # of one request
 FAILED = (RuntimeError, OSError, EOFError, TimeoutError)
-NUMBERS = itertools.count()  # of the sessions of all loads: a server forgets no request key
+NUMBERS = itertools.count()  # of the sessions of all loads: no request key may be used again
 
 
 class Connection:

@@ -4,7 +4,6 @@ entry point group `agentgym.envs`.
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
@@ -12,6 +11,7 @@ from typing import Any
 
 import envs
 from envs.env import EnvSpec
+from envs.options import hint
 
 ENTRY_POINT_GROUP = "agentgym.envs"
 # each package in this folder is an environment; its function `spec` makes the `EnvSpec`
@@ -37,10 +37,9 @@ def load_spec(name: str, options: dict[str, Any]) -> EnvSpec:
     """
     available = known()
     if name not in available:
-        near = difflib.get_close_matches(name, available, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(available))}"
+        near = hint(name, available, cutoff=0.4) or f"; known: {', '.join(sorted(available))}"
         raise ValueError(
-            f"unknown environment {name!r}; {hint}; a package of your own must be installed"
+            f"unknown environment {name!r}{near}; a package of your own must be installed"
         )
     make: Callable[[dict[str, Any]], EnvSpec] = available[name].load()
     return make(options)

@@ -34,8 +34,8 @@ def _picture(env: MiniGridEnv) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """
     size, grid, (x, y) = env.agent_view_size, env.grid, map(int, env.agent_pos)
     things = [*grid.grid, _OUTSIDE]
-    place = _indices(size, grid.width, grid.height, x, y, int(env.agent_dir))
-    cells = [things[index] for index in place]
+    indices = _indices(size, grid.width, grid.height, x, y, int(env.agent_dir))
+    cells = [things[index] for index in indices]
     visible = _seen(size, tuple([thing is None or thing.see_behind() for thing in cells]))
     cells[size * (size // 2 + 1) - 1] = env.carrying  # shown in the agent's own cell
     encoded = bytearray(len(cells) * 3)

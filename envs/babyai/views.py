@@ -14,7 +14,7 @@ from minigrid.core.constants import IDX_TO_COLOR, IDX_TO_OBJECT
 Cell = tuple[int, int]  # (steps ahead, steps to the left) of the agent; right is negative
 
 VIEW_SIZE = 7
-KEPT = 4096  # views, with what was found out about them; some 20 MB
+KEPT = 4096  # views and worlds, in each cache of what was found out about them; some 50 MB
 _UNSEEN, _EMPTY, _WALL, _FLOOR, _DOOR = 0, 1, 2, 3, 4
 DOOR_STATES = ("open", "closed", "locked")
 

@@ -52,8 +52,8 @@ def test_a_reward_on_an_observation_token_would_be_lost():
 
 def test_tokens_that_the_engine_was_not_asked_about_are_marked():
     turns = [Turn("", "", 0.0, 1, 2), Turn("", "", 0.0, 3, 5, has_logprobs=False)]
-    asked = replace(trajectory([1, 2, 3, 4, 5], [0, 1, 0, 1, 1]), turns=tuple(turns))
-    assert to_batch([asked]).logprobs.tolist() == [0, -0.5, 0, NOT_ASKED, NOT_ASKED]
+    episode = replace(trajectory([1, 2, 3, 4, 5], [0, 1, 0, 1, 1]), turns=tuple(turns))
+    assert to_batch([episode]).logprobs.tolist() == [0, -0.5, 0, NOT_ASKED, NOT_ASKED]
 
 
 def test_rows_are_packed_end_to_end_in_the_order_given():

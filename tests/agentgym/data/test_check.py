@@ -18,16 +18,16 @@ def run(copy_run, tmp_path, tiny_params):
 
 
 @pytest.mark.parametrize(
-    ("key", "recipe", "told"),
+    ("key", "recipe", "reason"),
     [
         ("evaluation.num_items", "grpo", r"\d+ test items of babyai; lower it"),
         ("rollout.items_per_step", "dpo", r"\d+ train items of babyai; lower it"),
         ("rollout.items_per_step", "grpo", r"\d+ items that .*; lower it to \d+, or add items"),
     ],
 )
-def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key, recipe, told):
+def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key, recipe, reason):
     cfg = load_config(tiny_params(tmp_path, algorithm={"recipe": recipe}), [f"{key}=1000"])
-    with pytest.raises(ConfigError, match=rf"^{key} 1000 is more than the {told}$"):
+    with pytest.raises(ConfigError, match=rf"^{key} 1000 is more than the {reason}$"):
         load_data(cfg)
 
 

@@ -312,16 +312,16 @@ def test_of_a_share_of_the_actions_the_log_probabilities_are_asked_for_by_key(re
     settings = replace(SETTINGS, engine_logprobs=0.5, max_turns=40, context_tokens=4096)
     replies = [says(renderer, "turn left")] * 40
     _, policy, _ = play(renderer, replies, [Reply()] * 40, settings)
-    asked = [sampling.logprobs for _, sampling in policy.asked]
-    assert 10 < sum(asked) < 30
-    assert asked == [sampling.key.is_drawn(0.5) for _, sampling in policy.asked]
+    wanted = [sampling.logprobs for _, sampling in policy.asked]
+    assert 10 < sum(wanted) < 30
+    assert wanted == [sampling.key.is_drawn(0.5) for _, sampling in policy.asked]
     assert all(sampling.key.is_drawn(1.0) for _, sampling in policy.asked)
     given = [
-        reply if is_asked else replace(reply, logprobs=())
-        for reply, is_asked in zip(replies, asked, strict=True)
+        reply if is_wanted else replace(reply, logprobs=())
+        for reply, is_wanted in zip(replies, wanted, strict=True)
     ]
     trajectory, _, _ = play(renderer, given, [Reply()] * 40, settings)
-    assert [turn.has_logprobs for turn in trajectory.turns] == asked
+    assert [turn.has_logprobs for turn in trajectory.turns] == wanted
     for turn, reply in zip(trajectory.turns, replies, strict=True):
         span = slice(turn.start, turn.end)
         known = reply.logprobs if turn.has_logprobs else (None,) * len(reply.ids)
