@@ -99,9 +99,9 @@ def prefect(host: str, port: int) -> int:
     from prefect.server.api.server import create_app
 
     from envs.connection import bounded
-    from services.prefect_server import lock_first
+    from services.prefect_server import adapt_to_sqlite
 
-    lock_first()  # matters if its database is SQLite
+    adapt_to_sqlite()  # matters if that is its database
     config = bounded(create_app(), any_body=True, host=host, port=port, server_header=False)
     uvicorn.Server(config).run()
     return 0

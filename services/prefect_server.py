@@ -4,12 +4,13 @@ it dies, it is restarted on its port with its database, before Prefect's client 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,40 +105,35 @@ def _kept(service: Service) -> Iterator[None]:
         thread.join()
 
 
-def lock_first() -> None:
-    """Make every transaction of the server that may write take SQLite's lock when it begins.
+def adapt_to_sqlite() -> None:
+    """Mend two faults of the server with SQLite as its database.
 
-    One that begins with a read fails (`database is locked`) if another has written in between, and
-    an event is then lost to the automations, which bring crashed runs back.
+    A transaction that may write takes the lock when it begins: one that begins with a read fails
+    (`database is locked`) if another has written in between, and an event is then lost to the
+    automations, which bring crashed runs back.
+
+    A changed automation is loaded in a task of the server's event loop. Prefect loads it on another
+    thread while the loop stands still: it waits for ever if a task of the loop holds what it needs,
+    the lock of the loaded automations or SQLite's.
     """
-    from prefect.server.database import configurations
-    from prefect.server.events import triggers
+    from prefect.server.database.configurations import AioSqliteConfiguration
+    from prefect.server.events.models import automations
 
-    begin = configurations.AioSqliteConfiguration.begin_transaction
-    changed = triggers.automation_changed
+    begin = AioSqliteConfiguration.begin_transaction
+    loading: set[asyncio.Task[None]] = set()  # the loop alone would not keep them alive
 
     def begin_immediately(
-        self: configurations.AioSqliteConfiguration,
-        session: AsyncSession,
-        with_for_update: bool = False,
+        self: AioSqliteConfiguration, session: AsyncSession, with_for_update: bool = False
     ) -> contextlib.AbstractAsyncContextManager[AsyncSessionTransaction]:
         return begin(self, session, with_for_update=True)
 
-    async def changed_without_lock(*args: Any) -> None:
-        """Run the callback in a transaction without the lock.
+    def later(change: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(change)
+        loading.add(task)
+        task.add_done_callback(loading.discard)
 
-        Prefect calls it in the context of the ending transaction, while the server's loop stands
-        still: a transaction with the lock could not release it, and the callback only reads.
-        """
-        token = configurations.SQLITE_BEGIN_MODE.set("DEFERRED")
-        try:
-            await changed(*args)
-        finally:
-            configurations.SQLITE_BEGIN_MODE.reset(token)
-
-    sqlite = configurations.AioSqliteConfiguration
-    setattr(sqlite, "begin_transaction", begin_immediately)  # noqa: B010
-    setattr(triggers, "automation_changed", changed_without_lock)  # noqa: B010
+    setattr(AioSqliteConfiguration, "begin_transaction", begin_immediately)  # noqa: B010
+    setattr(automations, "run_coro_as_sync", later)  # noqa: B010
 
 
 def make_app(login: str) -> ASGIApp:
@@ -168,5 +164,5 @@ def make_app(login: str) -> ASGIApp:
 if __name__ == "__main__":
     known = PREFECT_SERVER_API_AUTH_STRING.value()
     assert known is not None
-    lock_first()
+    adapt_to_sqlite()
     serve(make_app(known), socket.socket(fileno=int(sys.argv[1])))

@@ -318,6 +318,7 @@ def wait_until_healthy(service: Service, address: str) -> None:
                 f"{service.name} did not come up within {START_TIMEOUT_S:g} s\n{tail(service.log)}"
             )
         time.sleep(POLL_S)
+    logger.info("%s answers", service.name)
 
 
 def _pools() -> int:

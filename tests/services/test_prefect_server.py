@@ -73,8 +73,8 @@ def test_a_killed_server_is_brought_back_at_its_address_with_what_it_knew(
     assert "the Prefect server ended with code -9; it is started again" in caplog.text
 
 
-def test_an_automation_that_is_made_while_another_request_writes_does_not_wait_for_it(tmp_path):
-    """The server's event loop is blocked meanwhile, so the other request could not finish."""
+def test_an_automation_that_is_made_while_the_others_are_read_is_loaded_after_them(tmp_path):
+    """Prefect reads them every five seconds, under a lock; it waited for that lock for ever."""
     done = subprocess.run(
         [sys.executable, "-c", CHANGED],
         env={**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()},
@@ -83,29 +83,35 @@ def test_an_automation_that_is_made_while_another_request_writes_does_not_wait_f
         timeout=120,
         check=False,
     )
-    assert done.stdout == "read\n", done.stderr[-2000:]
+    assert done.stdout == "made\nloaded\n", done.stderr[-2000:]
 
 
 CHANGED = """
 import asyncio
-import sqlite3
-import uuid
 import services
 from prefect.server.database import provide_database_interface
-from prefect.server.database.configurations import SQLITE_BEGIN_MODE
 from prefect.server.events import triggers
-from prefect.settings import PREFECT_HOME
-from services.prefect_server import lock_first
+from prefect.server.events.models.automations import create_automation
+from prefect.server.events.schemas.automations import Automation
+from services.prefect_server import adapt_to_sqlite
+from services.recovery import automations
 
 async def change():
-    await provide_database_interface().create_db()
-    other = sqlite3.connect(PREFECT_HOME.value() / "prefect.db", isolation_level=None)
-    other.execute("BEGIN IMMEDIATE")
-    SQLITE_BEGIN_MODE.set("IMMEDIATE")  # as where a route's transaction ends
-    await triggers.automation_changed(uuid.uuid4(), "automation__deleted")
-    print("read")
+    db = provide_database_interface()
+    await db.create_db()
+    (first, *_) = automations()
+    made = Automation.model_validate(first.model_dump(mode="json", exclude={"id"}))
+    async with triggers._automations_lock():
+        async with db.session_context(begin_transaction=True) as session:
+            await create_automation(session, made)
+        print("made")
+    for _ in range(200):
+        if made.id in triggers.automations_by_id:
+            break
+        await asyncio.sleep(0.05)
+    print("loaded" if made.id in triggers.automations_by_id else "not loaded")
 
-lock_first()
+adapt_to_sqlite()
 asyncio.run(change())
 """
 
