@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from agentgym.models.architecture import unsupported
 from agentgym.models.attention import RAGGED, PackedSequences
@@ -102,14 +101,17 @@ class Float32Arithmetic(TorchFunctionMode):
         if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return _widened(func(*args))
         if getattr(func, "__name__", "") != "__get__":
-            args, kwargs = tree_map(_widened, (args, kwargs or {}))
+            args = _widened(args)
+            kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
 
 
 def _widened(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return torch.float32 if value in HALF else value
-    return value.float() if isinstance(value, Tensor) and value.dtype in HALF else value
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in HALF else value
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return torch.float32 if isinstance(value, torch.dtype) and value in HALF else value
 
 
 @contextmanager
