@@ -114,7 +114,7 @@ def adapt_to_sqlite() -> None:
 
     A changed automation is loaded in a task of the server's event loop. Prefect loads it on another
     thread while the loop stands still: it waits for ever if a task of the loop holds what it needs,
-    the lock of the loaded automations or SQLite's.
+    the lock of the loaded automations or SQLite's (Prefect's issue 23055).
     """
     from prefect.server.database.configurations import AioSqliteConfiguration
     from prefect.server.events.models import automations

@@ -95,9 +95,7 @@ class Float32Arithmetic(TorchFunctionMode):
     widened for one call at a time. Additional memory: the largest weight in float32.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.dtype.__get__:  # type: ignore[attr-defined]
             return _widened(func(*args))
         if getattr(func, "__name__", "") != "__get__":

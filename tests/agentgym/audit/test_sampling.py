@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from safetensors.torch import load, save
 
@@ -55,6 +56,7 @@ def test_a_forged_log_probability_is_not_the_weights(forger):
     assert f"{where} turn 2 token {place} " in forger.caught("rescore")["rescore"]
 
 
+@pytest.mark.integration
 def test_of_a_share_the_audit_judges_what_was_drawn_and_misses_what_was_held_back(
     tmp_path, tiny_params, tiny_endpoint
 ):

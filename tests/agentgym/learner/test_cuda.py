@@ -117,7 +117,7 @@ def test_a_learner_goes_on_from_its_snapshot(
     "settings",
     [
         {"activation_checkpointing": True},
-        {"compile": "aot_eager"},
+        pytest.param({"compile": "aot_eager"}, marks=pytest.mark.integration),
         pytest.param({"compile": "inductor"}, marks=pytest.mark.gpu),
         {"head_chunk_tokens": 3},
         {"micro_batch_tokens": 16},
