@@ -101,6 +101,13 @@ def group_of(nodeid):
     return next((folder for folder in SHARING if nodeid.startswith(folder)), file_of(nodeid))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Do not even import folders of integration tests where these are left out."""
+    if "not integration" in config.option.markexpr:
+        return f"{collection_path.relative_to(ROOT)}/" in PROCESSES or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config, items):
     """Mark tests that start processes or train as integration tests, and order the longest first if

@@ -105,11 +105,9 @@ async def change():
         async with db.session_context(begin_transaction=True) as session:
             await create_automation(session, made)
         print("made")
-    for _ in range(200):
-        if made.id in triggers.automations_by_id:
-            break
+    while made.id not in triggers.automations_by_id:
         await asyncio.sleep(0.05)
-    print("loaded" if made.id in triggers.automations_by_id else "not loaded")
+    print("loaded")
 
 adapt_to_sqlite()
 asyncio.run(change())
