@@ -108,9 +108,9 @@ def warm_started(folder: Path) -> RunConfig:
 
 def ours(cfg: RunConfig, folder: Path, steps: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory(dir=folder) as state:
-        store = f"store.path={state}/store"
-        shutil.copytree(folder / "warm/store", f"{state}/store")
-        settings = [store, f"horizon.stage_steps=[{steps}]", *OURS]
+        # with MLflow's database, which the run's earlier steps made
+        shutil.copytree(folder / "warm", state, dirs_exist_ok=True)
+        settings = [f"store.path={state}/store", f"horizon.stage_steps=[{steps}]", *OURS]
         command = ["-m", "agentgym", "step", "stage-1", *set_words(settings)]
         with watched() as samples:
             output_of(command, timeout_s=TIMEOUT_S)
