@@ -35,7 +35,8 @@ from agentgym.config import OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.learner.start import LearnerPlan
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import OPTIMIZER
 from agentgym.models.model import empty_model
 from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 from agentgym.store.manifest import Blob, Manifest

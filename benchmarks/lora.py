@@ -20,16 +20,9 @@ from agentgym.config import RunConfig
 from agentgym.data.items import splits_from_json
 from agentgym.deploy.environment import environment_servers
 from agentgym.learner.start import LearnerPlan
-from agentgym.models.checkpoint import (
-    ADAPTER,
-    OPTIMIZER,
-    WEIGHTS,
-    Checkpoint,
-    adapter_of,
-    load_checkpoint,
-)
+from agentgym.models.architecture import ADAPTER, WEIGHTS, files_of
+from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, adapter_of, load_checkpoint
 from agentgym.models.model import set_threads
-from agentgym.models.tensorfiles import files_of
 from agentgym.pipeline.run import run_with_parents
 from agentgym.pipeline.table import finished, open_store
 from agentgym.rollouts.engine import RolloutRequest, open_engine

@@ -29,8 +29,9 @@ from torch.utils._pytree import tree_flatten
 from agentgym.learner.optimizer import HostMemory
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.learner.sharded import Sharded, _Copied
+from agentgym.models.architecture import file_name
 from agentgym.models.model import materialize
-from agentgym.models.tensorfiles import TensorFile, file_name
+from agentgym.models.tensorfiles import TensorFile
 
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default

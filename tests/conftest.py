@@ -237,8 +237,9 @@ def stored(keep):
     content. A model gives its weights only, without a mapping.
     """
     from agentgym.models import checkpoint
+    from agentgym.models.architecture import files_of
     from agentgym.models.model import weights_of
-    from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile, files_of
+    from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 
     kinds = (
         checkpoint.WEIGHTS,

@@ -19,8 +19,9 @@ from torch import Tensor
 from agentgym.audit.findings import Checks
 from agentgym.audit.stored_steps import StepRecord, draw, load, place
 from agentgym.config import RunConfig
+from agentgym.models.architecture import has_weights
 from agentgym.models.attention import PackedSequences
-from agentgym.models.checkpoint import Checkpoint, has_weights
+from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.fidelity import Float32Arithmetic, Tolerance
 from agentgym.models.networks import head_logits
 from agentgym.rollouts.policies.engines import engine_class, engine_dtype

@@ -195,8 +195,8 @@ def checkpoint_contender(cfg: RunConfig, store: RunStore, manifest: Manifest) ->
     """Return a commit's weights as a policy. Errors: those of `load_checkpoint`; ConfigError if the
     model's context is shorter than model.context_tokens.
     """
-    from agentgym.models.architecture import read_architecture, require_positions
-    from agentgym.models.checkpoint import load_checkpoint, policy_digest
+    from agentgym.models.architecture import policy_digest, read_architecture, require_positions
+    from agentgym.models.checkpoint import load_checkpoint
 
     about = f"{manifest.step} commit {manifest.seq}"
     checkpoint = load_checkpoint(store, manifest)

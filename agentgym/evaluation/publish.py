@@ -25,7 +25,7 @@ from agentgym.evaluation.registry import Promotions
 from agentgym.evaluation.report import Curve, EvaluationRow, evaluation_png, learning_curve_png
 from agentgym.evaluation.result import Result, ResultError
 from agentgym.evaluation.stored import NumbersChanged, stored_result
-from agentgym.models.checkpoint import policy_digest, save_pretrained
+from agentgym.models.architecture import policy_digest
 from agentgym.pages import single_page
 from agentgym.steps.context import StepContext
 from agentgym.steps.step import Kind, Step, stages
@@ -180,6 +180,8 @@ def _register(
     cfg: RunConfig, store: RunStore, checkpoint: Manifest, evaluation: Manifest, run_key: str
 ) -> str:
     """Register the checkpoint as a model without moving an alias. Return its version number."""
+    from agentgym.models.checkpoint import save_pretrained  # imports torch, which is slow
+
     with tempfile.TemporaryDirectory() as folder:
         save_pretrained(Path(folder), store, checkpoint)
         return register_model(

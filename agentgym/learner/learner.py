@@ -35,7 +35,8 @@ from agentgym.learner.objective import critic_objective, policy_objective, score
 from agentgym.learner.optimizer import OptimizedNetwork
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.adapter import Adapter, is_matrix, merged_weights, without_adapter
-from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.architecture import ADAPTER, WEIGHTS
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
 from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks, compile_blocks
 from agentgym.models.tensorfiles import Snapshot, StoredTensors
 

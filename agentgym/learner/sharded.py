@@ -30,9 +30,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
 from agentgym.learner.process_group import ProcessGroup
+from agentgym.models.architecture import file_name
 from agentgym.models.model import materialize
 from agentgym.models.networks import blocks
-from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile, file_name
+from agentgym.models.tensorfiles import Part, StoredTensors, TensorFile
 
 T = TypeVar("T")
 

@@ -11,7 +11,8 @@ from agentgym.config import LearnerConfig, OptimizerConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.adapter import Adapter, is_matrix, plain_name
-from agentgym.models.checkpoint import ADAPTER_RECORD, AdapterRecord
+from agentgym.models.architecture import ADAPTER_RECORD
+from agentgym.models.checkpoint import AdapterRecord
 from agentgym.models.model import empty_model, weights_of
 from agentgym.models.networks import ValueNet
 from agentgym.models.tensorfiles import StoredTensors

@@ -1,7 +1,8 @@
-"""Checks of a published model's folder and configuration before loading it, without torch."""
+"""Files of a model, without torch: names in a commit, and checks of a published folder."""
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import tempfile
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentgym.config import ConfigError, ModelConfig
+from agentgym.store.manifest import Manifest, sha256
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CHAT = "chat.json"  # the ChatConfig of the model's conversations, unless it is the default
 TOKENIZER_NAMES = frozenset(
     {
@@ -266,3 +269,49 @@ def _refuse_pointer(path: Path, content: bytes) -> None:
             f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its clone,"
             " or download it"
         )
+
+
+def file_name(name: str, rank: int, size: int) -> str:
+    """Name of a rank's file: `model.safetensors` or, of two, `model-00001-of-00002.safetensors`."""
+    stem, dot, suffix = name.rpartition(".")
+    return name if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}{dot}{suffix}"
+
+
+def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
+    """Return the files of one kind of tensors, in the order of ranks; () if the commit has none.
+    name: for example `model.safetensors`. Errors: ValueError if one of several files is missing.
+    """
+    if name in manifest.blobs:
+        return (name,)
+    stem, dot, suffix = name.rpartition(".")
+    names = sorted(fnmatch.filter(manifest.blobs, f"{stem}-0*{dot}{suffix}"))
+    wanted = [file_name(name, rank, len(names)) for rank in range(len(names))]
+    if names != wanted:
+        raise ValueError(
+            f"step {manifest.step} commit {manifest.seq} has {', '.join(names)}, expected"
+            f" {', '.join(wanted)}"
+        )
+    return tuple(names)
+
+
+def digest_of(manifest: Manifest, name: str) -> str:
+    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests.
+    Errors: as `files_of`.
+    """
+    digests = [manifest.blobs[file].digest for file in files_of(manifest, name)]
+    return digests[0] if len(digests) == 1 else sha256("\n".join(digests).encode())
+
+
+def has_weights(manifest: Manifest) -> bool:
+    """Return True if a commit has a policy, as whole weights or as an adapter."""
+    return bool(files_of(manifest, WEIGHTS) or files_of(manifest, ADAPTER))
+
+
+def policy_digest(manifest: Manifest) -> str:
+    """Return the sha256 that identifies a commit's policy: of its weights, or of an adapter's
+    matrices and record, which names the base weights.
+    """
+    if not files_of(manifest, ADAPTER):
+        return digest_of(manifest, WEIGHTS)
+    digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
+    return sha256("\n".join(digests).encode())

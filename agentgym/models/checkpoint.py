@@ -14,8 +14,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from agentgym.config import ChatConfig, ConfigError, LoraConfig, ModelConfig
 from agentgym.models.adapter import Adapter, chosen_modules, write_adapter
-from agentgym.models.architecture import CHAT
-from agentgym.models.architecture import WEIGHTS as WEIGHTS
+from agentgym.models.architecture import ADAPTER, ADAPTER_RECORD, CHAT, WEIGHTS, digest_of, files_of
 from agentgym.models.chat import DEFAULT_CHAT, ChatRenderer
 from agentgym.models.fidelity import require_faithful_once
 from agentgym.models.model import (
@@ -33,11 +32,9 @@ from agentgym.models.tensorfiles import (
     Snapshot,
     StoredTensors,
     TensorFile,
-    digest_of,
     export_tensors,
-    files_of,
 )
-from agentgym.store.manifest import BlobMissing, Digest, Manifest, sha256
+from agentgym.store.manifest import BlobMissing, Digest, Manifest
 from agentgym.store.runstore import RunStore
 
 if TYPE_CHECKING:
@@ -46,7 +43,6 @@ if TYPE_CHECKING:
 ARCHITECTURE, TOKENIZER = "config.json", "tokenizer.json"
 OPTIMIZER = "optimizer.safetensors"
 SHARD_BYTES = 5 * 10**9  # maximum size of one exported file of weights
-ADAPTER, ADAPTER_RECORD = "adapter.safetensors", "adapter.json"
 CRITIC, CRITIC_OPTIMIZER = "critic.safetensors", "critic_optimizer.safetensors"
 
 
@@ -147,27 +143,12 @@ def _stored_tokenizer(tokenizer_json: bytes) -> tuple[TokenizerFiles, PreTrained
     return files, tokenizer_from_files(files)
 
 
-def has_weights(manifest: Manifest) -> bool:
-    """Return True if a commit has a policy, as whole weights or as an adapter."""
-    return bool(files_of(manifest, WEIGHTS) or files_of(manifest, ADAPTER))
-
-
 def policy_of(store: RunStore, manifest: Manifest) -> StoredTensors:
     """Return references to the weights of a commit's policy; an adapter is merged while reading.
     Errors: KeyError if the commit has none; as `adapter_of`.
     """
     adapter = adapter_of(store, manifest)
     return StoredTensors.of(store, manifest, WEIGHTS) if adapter is None else adapter.policy
-
-
-def policy_digest(manifest: Manifest) -> str:
-    """Return the sha256 that identifies a commit's policy: of its weights, or of an adapter's
-    matrices and record, which names the base weights.
-    """
-    if not files_of(manifest, ADAPTER):
-        return digest_of(manifest, WEIGHTS)
-    digests = (digest_of(manifest, ADAPTER), manifest.blobs[ADAPTER_RECORD].digest)
-    return sha256("\n".join(digests).encode())
 
 
 class AdapterRecord(BaseModel):

@@ -18,8 +18,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from agentgym.models.architecture import INDEX, MAX_HEADER_BYTES
-from agentgym.store.manifest import Blob, Manifest, sha256
+from agentgym.models.architecture import INDEX, MAX_HEADER_BYTES, files_of
+from agentgym.store.manifest import Blob, Manifest
 from agentgym.store.runstore import RunStore, StorePlace
 
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
@@ -381,43 +381,6 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are no counts")
     return numbers
-
-
-def file_name(name: str, rank: int, size: int) -> str:
-    """Name of a rank's file: `model.safetensors` or, of two, `model-00001-of-00002.safetensors`."""
-    stem, dot, suffix = name.rpartition(".")
-    return name if size == 1 else f"{stem}-{rank + 1:05d}-of-{size:05d}{dot}{suffix}"
-
-
-def files_of(manifest: Manifest, name: str) -> tuple[str, ...]:
-    """Return the files of one kind of tensors, in the order of ranks; () if the commit has none.
-    name: for example `model.safetensors`. Errors: ValueError if one of several files is missing.
-    """
-    if name in manifest.blobs:
-        return (name,)
-    stem, dot, suffix = name.rpartition(".")
-    names = sorted(
-        file
-        for file in manifest.blobs
-        if file.startswith(f"{stem}-0") and file.endswith(dot + suffix)
-    )
-    wanted = [file_name(name, rank, len(names)) for rank in range(len(names))]
-    if names != wanted:
-        raise ValueError(
-            f"step {manifest.step} commit {manifest.seq} has {', '.join(names)}, expected"
-            f" {', '.join(wanted)}"
-        )
-    return tuple(names)
-
-
-def digest_of(manifest: Manifest, name: str) -> str:
-    """sha256 that identifies one kind of tensors: of the file, or of its several files' digests.
-    Errors: as `files_of`.
-    """
-    blobs = [manifest.blobs[file] for file in files_of(manifest, name)]
-    if len(blobs) == 1:
-        return blobs[0].digest
-    return sha256("\n".join(blob.digest for blob in blobs).encode())
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from agentgym.evaluation.policies import (
     with_room,
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
+from agentgym.models.architecture import has_weights
 from agentgym.pipeline.table import begun, open_store, run_key, run_label, steps_of
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
@@ -217,8 +218,6 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
     """Return a step's newest commit. run: see `agentgym.pipeline.export`.
     Errors: ConfigError for an unknown run or step, or if the commit has no weights.
     """
-    from agentgym.models.checkpoint import has_weights
-
     steps = delivered_steps(cfg).get(key_of_run(cfg, run)) if run else None
     heads = (
         _configured(cfg, store, name)

@@ -15,7 +15,7 @@ from typing import Any
 from agentgym.config import ConfigError, RunConfig
 from agentgym.evaluation.history import History, Version
 from agentgym.evaluation.result import CLOCK, RESULT, Result
-from agentgym.models.checkpoint import policy_digest
+from agentgym.models.architecture import policy_digest
 from agentgym.pages import estimate, label, percent
 from agentgym.pipeline.contenders import commit_of, key_of_run
 from agentgym.pipeline.stored_config import find_run

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from agentgym.config import RunConfig
+from agentgym.models.architecture import files_of
 from agentgym.records import TRAJECTORIES, encode_trajectories
 from agentgym.steps.step import Kind, Step
 from agentgym.store.manifest import Blob, Manifest, PassedStep, StepWriter
@@ -97,8 +98,6 @@ class StepReader:
 
     def tensors_of(self, manifest: Manifest, *names: str) -> dict[str, StoredTensors]:
         """Return name -> tensors, for those of these names that the commit has."""
-        from agentgym.models.tensorfiles import files_of
-
         return {name: self.tensors(manifest, name) for name in names if files_of(manifest, name)}
 
     def policy(self, manifest: Manifest) -> StoredTensors:

@@ -22,8 +22,9 @@ from agentgym.compute.placement import Engine, Learner, open_compute, play_valid
 from agentgym.config import ExplorationConfig, OptimizerConfig, PreferenceConfig, RunConfig
 from agentgym.data.items import Splits, splits_from_json, train_stream
 from agentgym.learner.start import LearnerPlan
+from agentgym.models.architecture import has_weights
 from agentgym.models.chat import ChatRenderer
-from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, has_weights, load_checkpoint
+from agentgym.models.checkpoint import OPTIMIZER, Checkpoint, load_checkpoint
 from agentgym.models.model import set_threads
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.rollouts.collect import rollout_metrics, success_share, validation_metrics

@@ -16,7 +16,8 @@ import pytest
 from agentgym.audit import audit
 from agentgym.config import load_config
 from agentgym.data.items import ItemStream, load_splits
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import OPTIMIZER
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories

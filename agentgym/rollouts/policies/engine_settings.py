@@ -14,9 +14,10 @@ from typing import Any, Self
 from torch import Tensor
 
 from agentgym.config import RunConfig, VllmConfig
-from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, WEIGHTS, Checkpoint
+from agentgym.models.architecture import WEIGHTS, digest_of
+from agentgym.models.checkpoint import ARCHITECTURE, SHARD_BYTES, Checkpoint
 from agentgym.models.model import weights_of
-from agentgym.models.tensorfiles import StoredTensors, digest_of, export_tensors
+from agentgym.models.tensorfiles import StoredTensors, export_tensors
 from agentgym.models.transport import layout_of, weights_digest
 from agentgym.rollouts.policies.engines import VLLM_RANKS, engine_dtype
 from agentgym.rollouts.policies.vllm_worker import OWNER, WeightReceiver

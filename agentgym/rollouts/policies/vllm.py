@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from agentgym.config import RunConfig
-from agentgym.models.checkpoint import SHARD_BYTES, WEIGHTS, Checkpoint, save_adapter
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import SHARD_BYTES, Checkpoint, save_adapter
 from agentgym.models.fidelity import VLLM, Tolerances
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import StoredTensors, export_tensors, require_fit

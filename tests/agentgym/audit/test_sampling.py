@@ -12,8 +12,9 @@ from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import _Deviations, _Judge, check_sampling
 from agentgym.audit.stored_steps import read_steps
 from agentgym.config import load_config
+from agentgym.models.architecture import WEIGHTS
 from agentgym.models.attention import PackedSequences
-from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
+from agentgym.models.checkpoint import load_checkpoint
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import open_store
 from agentgym.steps.context import METRICS

@@ -3,7 +3,7 @@
 import pytest
 
 from agentgym.audit import audit
-from agentgym.models.checkpoint import WEIGHTS
+from agentgym.models.architecture import WEIGHTS
 from agentgym.records import TRAJECTORIES
 from agentgym.steps.context import METRICS
 

@@ -21,7 +21,7 @@ from agentgym.compute.rollout_workers import WorkersLost
 from agentgym.config import ConfigError, OptimizerConfig, load_config
 from agentgym.deploy.attempts import RayUnreachable
 from agentgym.learner.start import LearnerPlan
-from agentgym.models.checkpoint import WEIGHTS
+from agentgym.models.architecture import WEIGHTS
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
 from tests.waiting import wait_until

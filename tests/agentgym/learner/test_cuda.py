@@ -13,8 +13,8 @@ from agentgym.config import LearnerConfig, ModelConfig, OptimizerConfig, algorit
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models import attention
+from agentgym.models.architecture import WEIGHTS
 from agentgym.models.attention import PackedSequences, Variant
-from agentgym.models.checkpoint import WEIGHTS
 from agentgym.models.model import load_weights, new_model
 from agentgym.models.networks import PolicyNet, ValueNet, checkpoint_blocks
 

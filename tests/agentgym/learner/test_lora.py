@@ -8,7 +8,8 @@ import torch
 from agentgym.config import LearnerConfig, OptimizerConfig, algorithm_config
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.adapter import DOWN, Adapter, is_matrix
-from agentgym.models.checkpoint import ADAPTER, CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
+from agentgym.models.architecture import ADAPTER
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
 from agentgym.models.model import load_weights
 from agentgym.models.networks import PolicyNet
 from agentgym.models.tensorfiles import StoredTensors

@@ -6,7 +6,8 @@ import torch
 from agentgym.algorithms.advantages import with_advantages
 from agentgym.config import OptimizerConfig, algorithm_config
 from agentgym.learner.start import LearnerPlan
-from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
 from agentgym.models.tensorfiles import StoredTensors
 from tests.agentgym.learner.ranks import kept_blobs, together
 

@@ -16,8 +16,9 @@ from agentgym.config import (
     family_of,
 )
 from agentgym.learner.start import LearnerPlan
-from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER, WEIGHTS
-from agentgym.models.tensorfiles import StoredTensors, files_of
+from agentgym.models.architecture import WEIGHTS, files_of
+from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
+from agentgym.models.tensorfiles import StoredTensors
 from tests.agentgym.learner.learning import train
 from tests.agentgym.learner.ranks import alone, kept_blobs, together
 

@@ -21,8 +21,9 @@ from agentgym.models.adapter import (
     plain_name,
     without_adapter,
 )
+from agentgym.models.architecture import ADAPTER
 from agentgym.models.attention import PackedSequences
-from agentgym.models.checkpoint import ADAPTER, save_adapter
+from agentgym.models.checkpoint import save_adapter
 from agentgym.models.model import empty_model, load_weights, materialize, weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
 

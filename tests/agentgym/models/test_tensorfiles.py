@@ -8,17 +8,8 @@ import torch
 from safetensors.torch import load, save
 
 from agentgym.models import tensorfiles
-from agentgym.models.checkpoint import WEIGHTS
-from agentgym.models.tensorfiles import (
-    Part,
-    Snapshot,
-    StoredTensors,
-    TensorFile,
-    digest_of,
-    export_tensors,
-    file_name,
-    files_of,
-)
+from agentgym.models.architecture import WEIGHTS, digest_of, file_name, files_of
+from agentgym.models.tensorfiles import Part, Snapshot, StoredTensors, TensorFile, export_tensors
 from agentgym.store.manifest import BlobMissing, DigestMismatch
 
 TENSORS = {

@@ -18,7 +18,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentgym.models.tensorfiles import sha256
 from agentgym.models.transport import (
     SUMS,
     WORDS,
@@ -37,6 +36,7 @@ from agentgym.models.transport import (
     weights_digest,
     write_weights,
 )
+from agentgym.store.manifest import sha256
 from agentgym.types import EngineMismatch
 
 CPU = torch.device("cpu")

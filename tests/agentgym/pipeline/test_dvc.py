@@ -34,6 +34,7 @@ def test_the_file_is_what_the_command_makes():
 def test_what_looks_at_steps_that_are_done_imports_no_torch():
     code = (
         "import sys, agentgym.pipeline.dvc, agentgym.pipeline.plan, agentgym.pipeline.run;"
+        "\nimport agentgym.pipeline.versions, agentgym.comparison.versus;"  # history, compare
         "\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

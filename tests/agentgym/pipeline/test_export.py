@@ -12,7 +12,8 @@ from agentgym.cli import main
 from agentgym.config import load_config
 from agentgym.evaluation.history import History
 from agentgym.models import checkpoint
-from agentgym.models.checkpoint import WEIGHTS, load_checkpoint
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import load_checkpoint
 from agentgym.pipeline.export import card_of, export, lineage_of
 from agentgym.pipeline.table import finished, open_store, run_key
 

@@ -13,16 +13,9 @@ from agentgym.audit import audit
 from agentgym.cli import main
 from agentgym.config import ConfigError, load_config
 from agentgym.models.adapter import is_matrix
-from agentgym.models.checkpoint import (
-    ADAPTER,
-    ADAPTER_RECORD,
-    OPTIMIZER,
-    WEIGHTS,
-    load_checkpoint,
-    policy_digest,
-    save_pretrained,
-)
-from agentgym.models.tensorfiles import StoredTensors, digest_of
+from agentgym.models.architecture import ADAPTER, ADAPTER_RECORD, WEIGHTS, digest_of, policy_digest
+from agentgym.models.checkpoint import OPTIMIZER, load_checkpoint, save_pretrained
+from agentgym.models.tensorfiles import StoredTensors
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.steps.context import StepContext

@@ -13,7 +13,8 @@ from agentgym.audit import audit
 from agentgym.config import ConfigError, LearnerConfig, OptimizerConfig, load_config
 from agentgym.data.check import load_data
 from agentgym.learner.learner import LocalLearner
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import OPTIMIZER, load_checkpoint
 from agentgym.models.model import weights_of
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store, steps_of

@@ -9,7 +9,8 @@ from safetensors.torch import load as load_safetensors
 from agentgym.algorithms.recipe import RECIPES
 from agentgym.audit import audit
 from agentgym.config import ActorCriticConfig, ConfigError, load_config
-from agentgym.models.checkpoint import OPTIMIZER, WEIGHTS, load_checkpoint
+from agentgym.models.architecture import WEIGHTS
+from agentgym.models.checkpoint import OPTIMIZER, load_checkpoint
 from agentgym.pipeline.run import run_step
 from agentgym.pipeline.table import finished, open_store
 from agentgym.records import TRAJECTORIES, decode_trajectories

@@ -15,7 +15,8 @@ from agentgym.config.operation import StoreConfig
 from agentgym.learner.start import LearnerPlan
 from agentgym.models import transport
 from agentgym.models.adapter import Adapter, chosen_modules
-from agentgym.models.checkpoint import ADAPTER, new_checkpoint
+from agentgym.models.architecture import ADAPTER
+from agentgym.models.checkpoint import new_checkpoint
 from agentgym.models.fidelity import VLLM
 from agentgym.models.model import weights_of
 from agentgym.models.tensorfiles import Snapshot, TensorFile
