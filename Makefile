@@ -70,13 +70,13 @@ real-test: real-model  ## that model evaluated, trained and audited; three minut
 FAST := not slow and not gpu and not ray and not vllm and not kubernetes and not real
 test: WORKERS ?= 4  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
 test: MARKS = $(FAST)
-quick: WORKERS ?= 3  ## those that start no process, train nothing and open no browser; at each edit
+quick: WORKERS ?= 3  ## those that start no process, train, draw and browse nothing; at each edit
 quick: MARKS = $(FAST) and not integration
 slow: MARKS = slow and not kubernetes and not vllm and not real  ## what takes minutes
 ray: MARKS = ray and not kubernetes$(if $(SLOW),, and not slow)  ## what starts Ray; what takes minutes of it, too: make ray SLOW=1
 kubernetes: MARKS = kubernetes and $(if $(SLOW),,not )slow  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config; a whole run there, minutes: make kubernetes SLOW=1
 test quick slow ray kubernetes: install
-	@$(BIN)/python -m pytest -m "$(strip $(MARKS))" --numprocesses $(or $(strip $(WORKERS)),0) $(ARGS)
+	@$(if $(filter quick,$@),OMP_NUM_THREADS=1 )$(BIN)/python -m pytest -m "$(strip $(MARKS))" --numprocesses $(or $(strip $(WORKERS)),0) $(ARGS)
 
 measure: install $(if $(filter engines,$(NAME)),vllm)  ## a benchmark: make measure NAME=gate; without a name, the list of all. Most write a file into docs/results
 	@$(if $(filter engines,$(NAME)),$(VLLM_ENV),.venv)/bin/python benchmarks/$(or $(NAME),harness).py $(ARGS)

@@ -125,6 +125,7 @@ def measured():
     return json.loads(done.stdout)
 
 
+@pytest.mark.integration
 def test_blocks_go_back_to_the_system_between_rollouts_and_updates(measured):
     assert measured[0] > 200
 

@@ -195,6 +195,7 @@ def test_a_record_that_was_cut_off_is_refused():
         decode_trajectories(b"no gzip")
 
 
+@pytest.mark.integration
 def test_reading_one_episode_holds_one():
     """Read many episodes without keeping them, and without loading tracking or server modules."""
     data = encode_trajectories([episode(number) for number in range(2_000)])

@@ -106,6 +106,7 @@ def test_bytes_are_counted_as_they_come_and_go(ledger):
         assert sum(held.most().values()) >= sum(each.nbytes for each in pair)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_rank_holds_its_rows_of_every_tensor(scale, ranks):
     settings = LearnerConfig(micro_batch_tokens=64)

@@ -2,6 +2,8 @@
 
 import copy
 
+import pytest
+
 from agentgym.comparison.tables import result_files, table_markdown
 
 
@@ -90,6 +92,7 @@ def test_starts_that_differ_are_in_no_line_of_their_own():
     assert "*start*" in parts[4]  # all rows share their pass@4 at the start
 
 
+@pytest.mark.integration
 def test_figures_are_drawn_where_there_is_something_to_draw_and_are_the_same_every_time():
     files = result_files(TABLE)
     assert set(files) == {

@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from agentgym.comparison.tables import logged_tables, result_files, table_markdown
 
 TEXTS = ["few.json", "few.md", "few.csv", "few.tex"]
@@ -140,6 +142,7 @@ def test_one_seed_has_no_spread_and_what_is_not_done_is_named():
     assert "No cell is done" in table_markdown(table([]))
 
 
+@pytest.mark.integration
 def test_a_folder_gets_the_table_twice_and_its_figures():
     files = result_files(table(ROWS))
     figures = ["few.png", "few.svg", "few_curves.png", "few_curves.svg"]
@@ -150,6 +153,7 @@ def test_a_folder_gets_the_table_twice_and_its_figures():
     assert list(result_files(table([]))) == TEXTS
 
 
+@pytest.mark.integration
 def test_figures_depend_on_nothing_but_the_table():
     assert result_files(table(ROWS)) == result_files(table(ROWS))
     without = table([row("grpo", "long", 0.9, curves=False)])

@@ -81,6 +81,7 @@ def test_a_result_beside_itself_is_the_same_policy():
     assert contrast["envs"]["babyai"]["num_ties"] == 60
 
 
+@pytest.mark.integration
 def test_the_page_is_one_file_without_script_or_network_and_escapes_names(found):
     written = files(found)
     page = written[PAGE].decode()
@@ -141,6 +142,7 @@ def test_invalid_results_and_other_questions_are_refused():
     assert overall(["better", "worse"]) == "mixed"
 
 
+@pytest.mark.integration
 def test_the_command_compares_folders_and_beginnings_of_digests(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name, gain, seed in (("plain", 0.0, 1), ("strong", 0.4, 2)):

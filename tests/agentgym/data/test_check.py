@@ -31,6 +31,7 @@ def test_more_items_than_there_are_is_bad_input(tmp_path, tiny_params, key, reci
         load_data(cfg)
 
 
+@pytest.mark.integration
 def test_a_test_task_that_is_trained_on_under_another_id_is_told_by_the_run(
     tmp_path, tiny_params, caplog
 ):

@@ -164,6 +164,7 @@ def test_a_page_without_parts_has_none_of_their_headings() -> None:
     assert Tags(text).open == []
 
 
+@pytest.mark.integration
 def test_figures_are_png_and_repeat_byte_for_byte() -> None:
     steps = list(range(1, 31))
     curves = [
@@ -183,6 +184,7 @@ def test_figures_are_png_and_repeat_byte_for_byte() -> None:
         evaluation_png([])
 
 
+@pytest.mark.integration
 def test_importing_the_room_does_not_import_matplotlib_and_drawing_leaves_pyplot_alone() -> None:
     code = """
 import sys

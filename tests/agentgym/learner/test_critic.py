@@ -72,6 +72,7 @@ def test_only_cut_rows_are_bootstrapped_and_only_where_asked(make_whole):
     assert values["bootstrap"] != pytest.approx(uncut, rel=1e-3)
 
 
+@pytest.mark.integration
 def test_the_critic_learns_the_outcome(make_model):
     learner = LocalLearner(
         make_model(0),

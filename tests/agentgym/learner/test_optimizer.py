@@ -66,6 +66,7 @@ def distance(first, second):
     )
 
 
+@pytest.mark.integration
 def test_weights_in_bfloat16_move_at_a_small_rate_as_a_float32_twin_does(make_model):
     config = OptimizerConfig(lr=1e-6, warmup_steps=0)
     twin = LocalLearner(rounded(make_model()), config, total_steps=60)

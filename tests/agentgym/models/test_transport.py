@@ -139,6 +139,7 @@ def test_what_a_digest_is_compared_with_says_its_kind():
     assert weights_digest({}) == weights_digest({}, "0" * 64)
 
 
+@pytest.mark.integration
 def test_a_file_in_memory_is_read_by_another_process_and_goes_with_this_one(tmp_path):
     code = "import sys; from safetensors.torch import load_file; print(len(load_file(sys.argv[1])))"
     with memory_file() as path:

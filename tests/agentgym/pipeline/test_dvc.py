@@ -31,6 +31,7 @@ def test_the_file_is_what_the_command_makes():
     assert (ROOT / "dvc.yaml").read_text() == made, "run `agentgym dvc`"
 
 
+@pytest.mark.integration
 def test_what_looks_at_steps_that_are_done_imports_no_torch():
     code = (
         "import sys, agentgym.pipeline.dvc, agentgym.pipeline.plan, agentgym.pipeline.run;"

@@ -114,6 +114,7 @@ def test_the_work_of_a_run_is_counted_in_tokens():
     assert apart.passes == trained * alone * 4 + 3 * alone
 
 
+@pytest.mark.integration
 def test_plan_says_what_a_pretrained_model_takes_and_which_settings_it_got(
     published, tmp_path, capsys
 ):

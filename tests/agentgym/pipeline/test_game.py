@@ -45,6 +45,7 @@ def test_tasks_are_played_without_lists_of_items(tmp_path, tiny_params, tiny_end
         assert [line.startswith(notice) for line in told[:1]] == [not game.item]
 
 
+@pytest.mark.integration
 def test_without_lists_the_first_tasks_are_those_that_the_environment_knows(robot):
     text = robot.read_text().replace("if not 0 <=", "if not 3 <=")
     robot.write_text(text.replace("offers_hints=True,", "offers_hints=True, probe_task=3,"))

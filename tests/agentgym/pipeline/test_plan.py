@@ -25,6 +25,7 @@ def test_of_a_run_that_never_trained_nothing_is_said(tiny_params, tmp_path):
     assert commit_bytes(load_config(tiny_params(tmp_path))) is None
 
 
+@pytest.mark.integration
 def test_what_a_run_would_refuse_is_refused_by_its_plan(tiny_params, tmp_path, capsys):
     params = tiny_params(tmp_path)
     few = ("--set=evaluation.num_items=8", "--set=rollout.items_per_step=100")

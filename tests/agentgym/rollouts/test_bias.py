@@ -19,6 +19,8 @@ from agentgym.training.ahead import Ahead, Rollouts, generation
 from agentgym.types import Completion, EngineUsage, Item
 from envs.env import EnvSpec, StepResult
 
+pytestmark = pytest.mark.integration
+
 # rewards 0, 0.25, 0.5, 0.75, 1, equally likely
 # mean 0.5
 # variance (0 + 1 + 4 + 9 + 16) / 16 / 5 - 0.25 = 0.125

@@ -73,6 +73,7 @@ async def test_a_server_that_restarts_is_waited_for(serving, patience_s):
                         await playing
 
 
+@pytest.mark.integration
 def test_episodes_of_a_server_that_is_killed_are_played_on_another(tokenizer, tmp_path):
     renderer = ChatRenderer(tokenizer)
 

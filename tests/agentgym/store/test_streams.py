@@ -34,7 +34,7 @@ class Pieces:
         return b"".join(self.pieces())
 
 
-@pytest.fixture(params=["posix", "s3"])
+@pytest.fixture(params=["posix", pytest.param("s3", marks=pytest.mark.integration)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> RunStore:
     root = request.getfixturevalue("s3_uri") if request.param == "s3" else str(tmp_path / "store")
     return StorePlace(root, 30.0).open()

@@ -344,6 +344,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.integration
 def test_equal_task_ids_give_equal_transcripts_in_two_processes():
     def digest(hash_seed):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

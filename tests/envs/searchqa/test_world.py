@@ -338,6 +338,7 @@ print(digest.hexdigest())
 """
 
 
+@pytest.mark.integration
 def test_equal_task_ids_give_equal_transcripts_in_two_processes_and_between_other_sessions():
     def digest(hash_seed, order):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
