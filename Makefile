@@ -28,7 +28,6 @@ export MPLCONFIGDIR = $(STATE)/matplotlib
 .PHONY: install pipeline real real-model real-test quick test slow ray vllm vllm-test chaos-short measure check site up down ui lock sbom advisories clean kubernetes view
 
 install: $(INSTALLED)
-
 # not compiled: most of 33,000 modules are never imported, and Python compiles those that are
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v < (3, 13) else f"Python 3.11 or 3.12 is needed, this is {v[0]}.{v[1]}; name another with make PYTHON=python3.11")'
@@ -72,11 +71,12 @@ test: WORKERS ?= 4  ## the tests, four at a time on two cores, for much of their
 test: MARKS = $(FAST)
 quick: WORKERS ?= 3  ## those that start no process, train, draw and browse nothing; at each edit
 quick: MARKS = $(FAST) and not integration
+quick: export OMP_NUM_THREADS ?= 1
 slow: MARKS = slow and not kubernetes and not vllm and not real  ## what takes minutes
 ray: MARKS = ray and not kubernetes$(if $(SLOW),, and not slow)  ## what starts Ray; what takes minutes of it, too: make ray SLOW=1
 kubernetes: MARKS = kubernetes and $(if $(SLOW),,not )slow  ## what needs the API server of a cluster: make kubernetes AGENTGYM_TEST_KUBECONFIG=~/.kube/config; a whole run there, minutes: make kubernetes SLOW=1
 test quick slow ray kubernetes: install
-	@$(if $(filter quick,$@),OMP_NUM_THREADS=1 )$(BIN)/python -m pytest -m "$(strip $(MARKS))" --numprocesses $(or $(strip $(WORKERS)),0) $(ARGS)
+	@$(BIN)/python -m pytest -m "$(strip $(MARKS))" --numprocesses $(or $(strip $(WORKERS)),0) $(ARGS)
 
 measure: install $(if $(filter engines,$(NAME)),vllm)  ## a benchmark: make measure NAME=gate; without a name, the list of all. Most write a file into docs/results
 	@$(if $(filter engines,$(NAME)),$(VLLM_ENV),.venv)/bin/python benchmarks/$(or $(NAME),harness).py $(ARGS)

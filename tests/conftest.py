@@ -236,30 +236,24 @@ def stored(keep):
     """stored(snapshot, model, or {name: bytes}) -> {name: StoredTensors} of a commit with this
     content. A model gives its weights only, without a mapping.
     """
-    from agentgym.models import checkpoint
-    from agentgym.models.architecture import files_of
+    from agentgym.models.architecture import ADAPTER, WEIGHTS, files_of
+    from agentgym.models.checkpoint import CRITIC, CRITIC_OPTIMIZER, OPTIMIZER
     from agentgym.models.model import weights_of
     from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile
 
-    kinds = (
-        checkpoint.WEIGHTS,
-        checkpoint.OPTIMIZER,
-        checkpoint.CRITIC,
-        checkpoint.CRITIC_OPTIMIZER,
-        checkpoint.ADAPTER,
-    )
+    kinds = (WEIGHTS, OPTIMIZER, CRITIC, CRITIC_OPTIMIZER, ADAPTER)
 
     def place(content):
         is_model = hasattr(content, "named_parameters")
         if is_model:
-            content = Snapshot({checkpoint.WEIGHTS: TensorFile.of(weights_of(content))})
+            content = Snapshot({WEIGHTS: TensorFile.of(weights_of(content))})
         store, manifest = keep(content)
         found = {
             name: StoredTensors.of(store, manifest, name)
             for name in kinds
             if files_of(manifest, name)
         }
-        return found[checkpoint.WEIGHTS] if is_model else found
+        return found[WEIGHTS] if is_model else found
 
     return place
 

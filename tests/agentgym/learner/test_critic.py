@@ -9,6 +9,7 @@ from agentgym.algorithms import advantages as advantages_module
 from agentgym.config import algorithm_config
 from agentgym.learner.learner import LocalLearner
 from agentgym.models import checkpoint, networks
+from agentgym.models.architecture import WEIGHTS
 from agentgym.models.model import load_weights
 from tests.agentgym.learner.learning import (
     OPTIMIZER,
@@ -101,7 +102,7 @@ def test_a_saved_critic_continues_to_the_bit(make_whole, stored, content):
     batch = on_policy(whole, batch_of())
     train(whole, batch, config, step=1, seed=0)
     saved = stored(whole.snapshot())
-    load_weights(resumed.model, saved[checkpoint.WEIGHTS].load())
+    load_weights(resumed.model, saved[WEIGHTS].load())
     load_weights(resumed._critic, saved[checkpoint.CRITIC].load())
     resumed.load_optimizers(saved)
     assert stored(resumed.snapshot()).keys() == saved.keys()

@@ -13,6 +13,7 @@ from agentgym.learner.learner import LocalLearner
 from agentgym.learner.optimizer import HostMemory, learning_rate
 from agentgym.learner.process_group import ProcessGroup
 from agentgym.models import checkpoint, networks
+from agentgym.models.architecture import WEIGHTS
 from agentgym.models.model import load_weights, weights_of
 from tests.agentgym.learner.learning import (
     OPTIMIZER,
@@ -128,11 +129,11 @@ def test_a_saved_learner_of_bfloat16_weights_continues_to_the_bit(
     batch = on_policy(whole, batch_of())
     train(whole, batch, config, step=1, seed=0)
     blobs = content(whole)
-    assert {tensor.dtype for tensor in load_safetensors(blobs[checkpoint.WEIGHTS]).values()} == {
+    assert {tensor.dtype for tensor in load_safetensors(blobs[WEIGHTS]).values()} == {
         torch.bfloat16
     }
     for learner in (resumed, forgetful):
-        load_weights(learner.model, load_safetensors(blobs[checkpoint.WEIGHTS]))
+        load_weights(learner.model, load_safetensors(blobs[WEIGHTS]))
         load_weights(learner._critic, load_safetensors(blobs[checkpoint.CRITIC]))
     resumed.load_optimizers(stored(blobs))
     assert content(resumed) == blobs
@@ -279,7 +280,7 @@ def test_a_commit_goes_on_with_and_without(offloading, stored, content, batch_of
     whole, resumed = offloading(first, dtype), offloading(not first, dtype, seed=1)
     whole.sft_step(batch, step=1)
     saved = stored(whole.snapshot())
-    load_weights(resumed.model, saved[checkpoint.WEIGHTS].load())
+    load_weights(resumed.model, saved[WEIGHTS].load())
     resumed.load_optimizers(saved)
     assert content(resumed) == content(whole)
     for each in (whole, resumed):
