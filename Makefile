@@ -63,8 +63,8 @@ real: real-model  ## a real language model learns TextCraft on two CPU cores: th
 	@$(BIN)/python -m flows.pipeline --params $(REAL) $(ARGS)
 	@$(BIN)/agentgym audit --params $(REAL) --episodes 8 $(addprefix --set ,$(ARGS))
 
-real-test: real-model  ## that model evaluated, trained and audited; three minutes
-	@$(BIN)/python -m pytest -m "real and not vllm" $(ARGS)
+real-test: real-model  ## that model evaluated, trained and audited; three minutes; what takes longer, too: make real-test SLOW=1
+	@$(BIN)/python -m pytest -m "real and not vllm$(if $(SLOW),, and not slow)" $(ARGS)
 
 FAST := not slow and not gpu and not ray and not vllm and not kubernetes and not real
 test: WORKERS ?= 4  ## the tests, four at a time on two cores, for much of their time is waiting; one after the other: make test WORKERS=0
@@ -81,7 +81,7 @@ test quick slow ray kubernetes: install
 measure: install $(if $(filter engines,$(NAME)),vllm)  ## a benchmark: make measure NAME=gate; without a name, the list of all. Most write a file into docs/results
 	@$(if $(filter engines,$(NAME)),$(VLLM_ENV),.venv)/bin/python benchmarks/$(or $(NAME),harness).py $(ARGS)
 
-chaos-short: install  ## one fault each of five kinds in a run, and what is left; minutes
+chaos-short: install  ## one fault each of four kinds in a run, and what is left; minutes
 	@$(BIN)/python benchmarks/chaos.py --short --out $(STATE)/faults.md $(ARGS)
 
 check: install  ## format, lint, types, layers, quick tests

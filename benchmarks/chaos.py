@@ -105,8 +105,8 @@ def observe(project: Project, setting: Setting, kinds: Sequence[Kind]) -> Refere
         if process.returncode != 0:  # None: it does not end
             end = log.read_text(encoding="utf-8")[-2000:]
             raise RuntimeError(f"the undisturbed run ended with {process.returncode}\n{end}")
-        spans = {name: (times[0], times[-1]) for name, times in times_alive.items() if times}
-        return Reference(wall_s, spans, *project.lineage(overrides), num_versions(project))
+        alive_s = {name: times[-1] - times[0] for name, times in times_alive.items() if times}
+        return Reference(wall_s, alive_s, *project.lineage(overrides), num_versions(project))
 
 
 def attempt(project: Project, kind: Kind, reference: Reference, seed: int, number: int) -> Trial:
@@ -120,11 +120,13 @@ def attempt(project: Project, kind: Kind, reference: Reference, seed: int, numbe
         process = project.start(words, log)
         began = time.monotonic()
         scene = Scene(project, kind.setting, process, log, rng, trial)
-        first_s, last_s = reference.spans[kind.name]
-        # leave a margin: this run may be faster than the one observed
-        moment = began + rng.uniform(first_s, first_s + 0.9 * (last_s - first_s))
+        # the time counts from the victim's start: no two runs are equally fast
+        while not kind.victims(project, process) and process.poll() is None:
+            time.sleep(POLL_S)
+        # 0.9: this run may be faster than the one observed
+        moment = time.monotonic() + rng.uniform(0, 0.9 * reference.alive_s[kind.name])
         while time.monotonic() < moment and process.poll() is None:
-            time.sleep(min(POLL_S, max(0.0, moment - time.monotonic())))
+            time.sleep(POLL_S)
         project.look_at_ports()
         while not (victims := kind.victims(project, process)) and process.poll() is None:
             time.sleep(POLL_S)  # this run is slower than the one observed

@@ -28,7 +28,7 @@ STAGE = ("-m", "agentgym", "step", "stage-1")
 QUICK_POLL_S = 0.01
 RAY_GONE_WITHIN_S = 90.0  # agents of a killed cluster try for 60 s to reach it
 OURS = ("agentgym", "flows.pipeline")  # commands whose last line names the error
-SHORT = ("flow", "step", "environment", "two-learners", "damaged")
+SHORT = ("flow", "environment", "two-learners", "damaged")
 KILLED, BROKEN = (-signal.SIGKILL,), (0, 1)
 # after a clean shutdown; before Python installed its handlers
 INTERRUPTED = (130, -signal.SIGTERM, -signal.SIGINT)

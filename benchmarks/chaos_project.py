@@ -247,8 +247,7 @@ class Reference:
     """The same command without a fault."""
 
     wall_s: float
-    # kind -> (first, last) second at which its victim is alive
-    spans: dict[str, tuple[float, float]]
+    alive_s: dict[str, float]  # kind -> seconds from the first to the last sight of its victim
     steps: tuple[str, ...]  # done in the end
     consumed: tuple[str, ...]  # items, in the order of the committed optimizer steps
     versions: int  # registered models
@@ -256,8 +255,8 @@ class Reference:
     def faster(self, wall_s: float) -> Reference:
         """Scale the times to a run of at most `wall_s`: the machine was busier when observed."""
         scale = min(1.0, wall_s / self.wall_s)
-        spans = {name: (first * scale, last * scale) for name, (first, last) in self.spans.items()}
-        return replace(self, wall_s=self.wall_s * scale, spans=spans)
+        alive_s = {name: seconds * scale for name, seconds in self.alive_s.items()}
+        return replace(self, wall_s=self.wall_s * scale, alive_s=alive_s)
 
 
 def check_gone(project: Project, trial: Trial, keep: str, within_s: float = GONE_WITHIN_S) -> None:

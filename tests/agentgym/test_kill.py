@@ -1,13 +1,11 @@
 """A run that is killed and restarted ends like one without kills, and leaves no processes."""
 
-import os
+import contextlib
 import random
 import re
 import signal
 import socket
 import sqlite3
-import subprocess
-import sys
 import time
 
 import psutil
@@ -23,92 +21,15 @@ from agentgym.pipeline.table import finished, key_of, open_store, steps_of
 from agentgym.records import TRAJECTORIES, decode_trajectories
 from agentgym.steps.step import stages
 from agentgym.store.lease import LeaseHeld
+from agentgym.store.runstore import store_at
+from tests.agentgym.driver import MOMENTS, drive
+from tests.forked import FORKS
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.integration
 
 GONE_WITHIN_S = 30.0
 OWNER = "AGENTGYM_TEST_OWNER"  # set for every process that a driver starts
-MOMENTS = {  # in the order in which a run reaches them
-    "rollout": "inside the rollouts of stage 1's second step",
-    "manifest": "after the weights and before the manifest of stage 1's second commit",
-    "evaluation": "inside the second chunk of the evaluation of stage 1",
-    "ledger": "after the manifest and before the delivery of stage 2's first commit",
-}
-DRIVER = """
-import os, signal, sys, threading
-from pathlib import Path
-
-from agentgym.defaults import set_process_defaults
-
-set_process_defaults(Path(sys.argv[1]).parent / "home")
-
-import agentgym.store.posix as posix
-import agentgym.pipeline.run as steps
-from agentgym.config import load_config
-from agentgym.steps.context import StepContext
-from agentgym.rollouts.env_client import EnvSession
-from agentgym.rollouts.engine import LocalEngine
-
-params, moment = sys.argv[1:]
-collect, act, create = LocalEngine.collect, EnvSession.step, posix.create_exclusively
-deliver, write = steps.deliver, StepContext._write
-told = threading.Event()  # that stage 1 has a commit
-# acts of the present collection, collections and commits of the present step
-now = {"step": None, "name": "", "acts": 0, "collections": 0, "commits": 0}
-
-
-def die():
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def counted_collect(self, request, **progress):
-    now.update(step=request.step, acts=0, collections=now["collections"] + 1)
-    return collect(self, request, **progress)
-
-
-async def fatal_act(self, action):
-    now["acts"] += 1
-    here = now["name"], now["step"], now["collections"], now["acts"]
-    if here[:2] == ("stage-1", 2) and moment == "rollout":
-        assert told.wait(60)  # a commit is written beside what follows it
-    if moment == "rollout" and here == ("stage-1", 2, 2, 20):
-        die()
-    if moment == "evaluation" and (now["name"], now["commits"]) == ("evaluate-stage-1", 2):
-        die()  # its plan and a chunk are durable
-    return await act(self, action)
-
-
-def fatal_create(temp, path):
-    if moment == "manifest" and path.parent.name == "manifests" and now["name"] == "stage-1" and \
-path.stem == "000001":
-        die()
-    return create(temp, path)
-
-
-def fatal_deliver(cfg, store, step, manifest):
-    if moment == "ledger" and (manifest.step, manifest.seq) == ("stage-2", 0):
-        die()
-    deliver(cfg, store, step, manifest)
-
-
-def told_write(self, *content):
-    manifest = write(self, *content)
-    now["commits"] += 1
-    print("commit", manifest.step, manifest.seq, flush=True)
-    if manifest.step == "stage-1":
-        told.set()
-    return manifest
-
-
-LocalEngine.collect, EnvSession.step = counted_collect, fatal_act
-posix.create_exclusively = fatal_create
-steps.deliver, StepContext._write = fatal_deliver, told_write
-cfg = load_config(params)
-for name in steps.steps_of(cfg):
-    now.update(name=name, collections=0, commits=0)
-    print(name, "is", steps.run_step(name, cfg), flush=True)
-"""
 
 
 class Driver:
@@ -116,29 +37,33 @@ class Driver:
 
     def __init__(self, params):
         self.params = params
-        self.script = params.parent / "driver.py"
-        self.script.write_text(DRIVER)
         self.scratch = params.parent / "scratch"
         self.scratch.mkdir()
 
+    @contextlib.contextmanager
     def start(self, moment="never"):
-        environment = {
-            **os.environ,
-            OWNER: str(self.params),
-            "OMP_NUM_THREADS": "1",
-            "TMPDIR": str(self.scratch),
-        }
-        command = [sys.executable, str(self.script), str(self.params), moment]
-        with (self.params.parent / "driver.log").open("ab") as log:
-            return subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=log, env=environment, text=True
-            )
+        """Yield (process, connection that receives its output)."""
+        environment = {OWNER: str(self.params), "TMPDIR": str(self.scratch)}
+        output, end = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=drive, args=(self.params, moment, environment, end))
+        with output:
+            process.start()
+            end.close()
+            try:
+                yield process, output
+            finally:
+                process.kill()
+                process.join()
 
     def run(self, moment="never"):
         """Return (return code, output)."""
-        with self.start(moment) as process:
-            said = process.stdout.read()
-        return process.returncode, said
+        lines = []
+        with self.start(moment) as (process, output):
+            with contextlib.suppress(EOFError):
+                while True:
+                    lines.append(output.recv() + "\n")
+            process.join()
+            return process.exitcode, "".join(lines)
 
     def assert_nothing_is_left(self):
         """Check that no process of a driver runs and that no port of its environments is open."""
@@ -307,12 +232,11 @@ def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(
     cfg = load_config(driver.params)
     chance = random.Random(seed)
     for _ in range(2):
-        with driver.start() as process:
+        with driver.start() as (_, output):
             for _ in range(chance.randrange(1, 14)):  # commits to wait for
-                while (line := process.stdout.readline()) and not line.startswith("commit"):
+                while not output.recv().startswith("commit"):
                     pass
             time.sleep(chance.uniform(0, 1))
-            process.kill()
         driver.assert_nothing_is_left()
     code, said = driver.run()
     assert code == 0, (driver.params.parent / "driver.log").read_text()
@@ -323,31 +247,30 @@ def test_a_free_running_run_killed_at_random_times_loses_and_repeats_nothing(
     assert_audited(cfg)
 
 
+def hold(path, key, output):
+    with store_at(path, lease_ttl_s=30).open("prepare", key):
+        output.send("held")
+        time.sleep(60)
+
+
 def test_a_step_held_by_a_live_process_is_refused_with_who_holds_it(tmp_path, tiny_params):
     cfg = load_config(tiny_params(tmp_path))
     step = steps_of(cfg)["prepare"]
-    hold = (
-        "import sys, time; from pathlib import Path; from agentgym.store.runstore import store_at; "
-    )
-    hold += (
-        "lease = store_at(Path(sys.argv[1]), lease_ttl_s=30).open('prepare', sys.argv[2]);"
-        " lease.__enter__(); "
-    )
-    hold += "print('held', flush=True); time.sleep(60)"
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, str(cfg.store.path), key_of(step, cfg, {})],
-        stdout=subprocess.PIPE,
-    ) as holder:
-        holder.stdout.readline()
-        try:
-            with pytest.raises(
-                LeaseHeld,
-                match=(
-                    rf"step prepare .* is held by process {holder.pid} on .*; wait for it or stop"
-                    r" that process"
-                ),
-            ):
-                run_step("prepare", cfg)
-        finally:
-            holder.kill()
+    output, end = FORKS.Pipe(duplex=False)
+    asked = (cfg.store.path, key_of(step, cfg, {}), end)
+    holder = FORKS.Process(target=hold, args=asked)
+    holder.start()
+    try:
+        output.recv()
+        with pytest.raises(
+            LeaseHeld,
+            match=(
+                rf"step prepare .* is held by process {holder.pid} on .*; wait for it or stop"
+                r" that process"
+            ),
+        ):
+            run_step("prepare", cfg)
+    finally:
+        holder.kill()
+        holder.join()
     assert str(run_step("prepare", cfg)) == "ran"  # nothing had been committed

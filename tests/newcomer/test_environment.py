@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from agentgym.cli import main as agentgym
 from tests.projects import SHORT_RUN
 
 pytestmark = pytest.mark.timeout(600)  # may first have to make the finished project
@@ -86,7 +87,7 @@ def test_a_run_of_an_installed_environment_has_a_champion_of_its_own(installed, 
     assert re.search(r"^ok +replay +[1-9]", audit.stdout, re.MULTILINE)
     assert re.search(r"audit passed; to repeat it: --seed \d+\n$", audit.stdout)
 
-    of_the_default = installed.run("agentgym", "history")
+    of_the_default = installed.call(agentgym, "history")
     assert of_the_default.returncode == 0, of_the_default.stderr
     decision, *_, champion = of_the_default.stdout.splitlines()
     assert decision.split()[3:] == ["PROMOTE", "version", "1", "-", "->", "1"]

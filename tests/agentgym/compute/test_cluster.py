@@ -249,7 +249,11 @@ def assert_same(ours, theirs):
 @ray
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("number", "verdict"), [(signal.SIGKILL, "died: "), (signal.SIGSTOP, "does not answer; ")]
+    ("number", "verdict"),
+    [
+        (signal.SIGKILL, "died: "),
+        pytest.param(signal.SIGSTOP, "does not answer; ", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_rank_ends_the_step_and_is_named(
     tmp_path, tiny_params, joined, make_model, stored, number, verdict, monkeypatch, stand_still

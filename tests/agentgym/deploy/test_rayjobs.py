@@ -166,6 +166,7 @@ def jobs(client, base):
 
 
 @ray
+@pytest.mark.slow
 def test_a_cancelled_job_is_stopped_and_a_lost_orchestrator_finds_its_job_again(
     prepared, client, tmp_path
 ):

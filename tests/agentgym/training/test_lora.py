@@ -193,6 +193,7 @@ def test_a_handed_over_model_is_adapted_from_the_warm_start_on(
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ranks_on_a_cluster_publish_and_store_an_adapter_that_one_process_goes_on_with(
     copy_run, tiny_params, tmp_path

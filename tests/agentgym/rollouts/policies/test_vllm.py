@@ -283,6 +283,7 @@ def test_what_cannot_fit_is_refused(running):
         running.generate((PROMPT, sampling(0, tokens=230)))
 
 
+@pytest.mark.slow
 def test_bfloat16_noise_passes_the_canary_and_one_missed_update_does_not(make_model, tokenizer):
     canary, learner = Canary(tokenizer, VLLM[torch.bfloat16].canary), make_model(0)
     opened = Running(make_model(0), tokenizer, of_run(engine_dtype="bfloat16"))

@@ -153,6 +153,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_killed_run_leaves_no_engine_and_goes_on_to_the_end(tiny_params, tmp_path):
     path = tiny_params(tmp_path / "run")
