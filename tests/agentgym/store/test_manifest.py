@@ -54,7 +54,7 @@ def test_the_digest_is_the_sha256_of_sorted_identity_fields() -> None:
     assert manifest().digest == hashlib.sha256(text.encode()).hexdigest()
 
 
-@pytest.mark.parametrize(
+UNHASHED = pytest.mark.parametrize(
     "change",
     [
         {"records": {}},
@@ -64,6 +64,9 @@ def test_the_digest_is_the_sha256_of_sorted_identity_fields() -> None:
         {"seq": 9},
     ],
 )
+
+
+@UNHASHED
 def test_times_and_writers_do_not_change_the_digest(change: dict[str, object]) -> None:
     assert manifest(**change).digest == manifest().digest
 
@@ -130,16 +133,7 @@ def test_a_number_json_cannot_hold_is_named_with_its_place() -> None:
         canonical_json({"ids": {1, 2}})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"records": {}},
-        {"timings": {"rollout_s": 9.0}},
-        {"epoch": 7},
-        {"created_at": 2000.0},
-        {"seq": 9},
-    ],
-)
+@UNHASHED
 def test_the_second_digest_is_of_records_times_and_what_went_before(
     change: dict[str, object],
 ) -> None:

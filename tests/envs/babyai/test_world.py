@@ -4,9 +4,6 @@ import asyncio
 import hashlib
 import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +14,7 @@ from envs.babyai import spec
 from envs.babyai.actions import Move
 from envs.bounded import run_bounded
 from envs.env import ExpertFailed
+from tests.completed import printed_under
 
 GRAMMARS = [("compact", "low"), ("compact", "high"), ("agentgym", "high"), ("agentgym", "low")]
 
@@ -346,19 +344,9 @@ print(digest.hexdigest())
 
 @pytest.mark.integration
 def test_equal_task_ids_give_equal_transcripts_in_two_processes():
-    def digest(hash_seed):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run(
-            [sys.executable, "-c", TRANSCRIPT],
-            env=environment,
-            capture_output=True,
-            check=True,
-            timeout=60,
-        ).stdout
-
-    first = digest("1")
+    first = printed_under("1", TRANSCRIPT)
     assert len(first.strip()) == hashlib.sha256().digest_size * 2
-    assert first == digest("4711")
+    assert first == printed_under("4711", TRANSCRIPT)
 
 
 def test_an_episode_does_not_depend_on_what_the_world_played_before():

@@ -1,9 +1,6 @@
 """Whole episodes on the embedded corpus."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +10,7 @@ from envs.env import ExpertFailed
 from envs.searchqa import questions, spec
 from envs.searchqa.questions import FIRST_TRAIN_ID
 from envs.searchqa.world import MAX_QUERY_CHARS, OVER, PROTOCOLS
+from tests.completed import printed_under
 
 TASKS = [*range(150), *range(FIRST_TRAIN_ID, FIRST_TRAIN_ID + 150)]
 MAX_TURNS = 3  # two searches and an answer
@@ -340,11 +338,5 @@ print(digest.hexdigest())
 
 @pytest.mark.integration
 def test_equal_task_ids_give_equal_transcripts_in_two_processes_and_between_other_sessions():
-    def digest(hash_seed, order):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        command = [sys.executable, "-c", TRANSCRIPT, order]
-        return subprocess.run(
-            command, env=environment, capture_output=True, check=True, timeout=60
-        ).stdout
-
-    assert digest("0", "interleaved") == digest("4711", "one by one")
+    first = printed_under("0", TRANSCRIPT, "interleaved")
+    assert first == printed_under("4711", TRANSCRIPT, "one by one")

@@ -1,9 +1,6 @@
 """Whole TextCraft episodes on the included recipes."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from hypothesis import strategies as st
 import envs.textcraft
 from envs.textcraft import spec
 from envs.textcraft.world import ECHO_CHARS, normalise
+from tests.completed import printed_under
 
 EXPECTED = (
     "\nExpected: get <number> <item> | craft <number> <item> using <number> <item>, <number> <item>"
@@ -345,19 +343,9 @@ print(digest.hexdigest())
 
 
 def test_interleaved_episodes_are_the_same_in_two_processes():
-    def digest(hash_seed):
-        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
-        return subprocess.run(
-            [sys.executable, "-c", TRANSCRIPT],
-            env=environment,
-            capture_output=True,
-            check=True,
-            timeout=60,
-        ).stdout
-
-    first = digest("1")
+    first = printed_under("1", TRANSCRIPT)
     assert len(first.strip()) == 64
-    assert first == digest("4711")
+    assert first == printed_under("4711", TRANSCRIPT)
 
 
 def test_an_episode_does_not_depend_on_other_sessions():
