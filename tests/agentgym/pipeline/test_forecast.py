@@ -8,7 +8,7 @@ import pytest
 
 from agentgym.cli import main
 from agentgym.config import load_config
-from agentgym.models import architecture
+from agentgym.models import architecture, half
 from agentgym.pipeline import forecast as module
 from agentgym.pipeline.forecast import forecast, shape_of, work_of
 
@@ -50,6 +50,7 @@ def published(monkeypatch):
         return architecture.read_architecture(json.dumps(values))
 
     monkeypatch.setattr(architecture, "published_architecture", config_of)
+    monkeypatch.setattr(half, "has_fast_half", lambda: False)  # such CPUs need more memory
 
 
 @pytest.mark.parametrize("path", [*PROFILES, ON_CPU])
