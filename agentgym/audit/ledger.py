@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ def check_ledger(
     if tracker is None:
         checks.fail(f"no ledger with experiment {cfg.experiment!r} at {cfg.tracking_uri}")
         return
-    parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
+    parents = list(tracker.runs_with({"run_key": key, "kind": "pipeline"}))
     parent = _one_run(parents, f"the run's {key[:12]}", checks)
     if parent is None:
         return
     tracked = [record for record in steps if record.points or record.final is not None]
-    children = list(runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}))
+    children = list(tracker.runs_with({"mlflow.parentRunId": parent.info.run_id}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
         delivered = [record for record in tracked if _has_come_to(cfg, key, record, children)]
         for record in tracked:
@@ -126,27 +126,6 @@ def existing_ledger(cfg: RunConfig) -> Tracker | None:
         return None
     tracker = tracker_of(cfg)
     return tracker if tracker.client.get_experiment_by_name(cfg.experiment) is not None else None
-
-
-def runs_with(tracker: Tracker, tags: dict[str, str]) -> Iterator[Any]:
-    query = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
-    where = [tracker.experiment_id]
-    return all_pages(
-        lambda token: tracker.client.search_runs(where, filter_string=query, page_token=token)
-    )
-
-
-def all_pages(search: Callable[[str | None], Any]) -> Iterator[Any]:
-    """Yield the results of an MLflow search from all pages.
-    search: token of a page (None: the first) -> the page.
-    """
-    token = None
-    while True:
-        page = search(token)
-        yield from page
-        token = page.token
-        if not token:
-            return
 
 
 def _one_run(runs: Sequence[Any], what: str, checks: Checks) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentgym.audit.findings import Checks
-from agentgym.audit.ledger import all_pages, existing_ledger, runs_with
+from agentgym.audit.ledger import existing_ledger
 from agentgym.audit.stored_steps import StepRecord, final_of
 from agentgym.config import RunConfig
 from agentgym.evaluation.history import FOLDER
@@ -22,6 +22,7 @@ from agentgym.tracking.mlflow import (
     SOURCE_RUN,
     TRACE_NAME,
     Tracker,
+    all_pages,
     flat_params,
     local_path,
     pipeline_name,
@@ -76,13 +77,13 @@ def check_pages(
     if tracker is None:
         checks.skip("pages", "there is no ledger, as that check reports")
         return
-    parents = list(runs_with(tracker, {"run_key": key, "kind": "pipeline"}))
+    parents = list(tracker.runs_with({"run_key": key, "kind": "pipeline"}))
     if len(parents) != 1:
         checks.skip("pages of the run", "the ledger check does not find its run")
         return
     (parent,) = parents
     runs: dict[str, Any] = {}
-    for child in runs_with(tracker, {"mlflow.parentRunId": parent.info.run_id}):
+    for child in tracker.runs_with({"mlflow.parentRunId": parent.info.run_id}):
         runs.setdefault(child.data.tags.get("step_key", ""), child)
     with checks.guard("parent run"):
         delivered = [record for record in steps if record.key in runs]

@@ -109,6 +109,8 @@ def cells_of(comparison: Comparison, overrides: Sequence[str] = ()) -> tuple[Cel
     for name in sorted({row.name for row in rows}):
         if sum(row.name == name for row in rows) > 1:
             raise ConfigError(f"two rows are called {name!r}; give one of them another name")
+        if {"'", '"'} <= set(name):
+            raise ConfigError(f"{name}: MLflow finds no name with both ' and \"; leave one out")
     if not rows:
         raise ConfigError("the comparison has no cell; name recipes and horizons, or cells")
     cells = tuple(_cell(comparison, row, seed, overrides) for row in rows for seed in row.seeds)

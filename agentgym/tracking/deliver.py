@@ -442,8 +442,8 @@ def _builds_on(tracker: Tracker, store: RunStore, run: Any) -> bool:
 
 
 def _steps(tracker: Tracker, run: Any) -> list[Any]:
-    query = f"tags.`mlflow.parentRunId` = '{run.info.run_id}'"
-    return list(tracker.client.search_runs([run.info.experiment_id], filter_string=query))
+    parent = {"mlflow.parentRunId": run.info.run_id}
+    return list(tracker.runs_with(parent, run.info.experiment_id))
 
 
 def _folder(tags: Mapping[str, str]) -> str:

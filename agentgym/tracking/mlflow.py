@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -178,23 +178,29 @@ class Tracker:
         """Return the RUNNING runs of these kinds in this experiment and all named `agentgym-*`."""
         experiment_ids = {
             experiment.experiment_id
-            for query in (f"name = '{self.experiment}'", "name LIKE 'agentgym-%'")
+            for query in (filter_for({"name": self.experiment}), "name LIKE 'agentgym-%'")
             for experiment in self.client.search_experiments(filter_string=query)
         }
-        runs: list[Any] = []
-        for kind in kinds:
-            token = None
-            while experiment_ids:
-                page = self.client.search_runs(
-                    sorted(experiment_ids),
-                    filter_string=f"attributes.status = 'RUNNING' and tags.kind = '{kind}'",
-                    page_token=token,
-                )
-                runs += page
-                token = page.token
-                if not token:
-                    break
-        return runs
+        if not experiment_ids:
+            return []
+        where, is_running = sorted(experiment_ids), {"attributes.status": "RUNNING"}
+        return [
+            run
+            for kind in kinds
+            for run in self._runs(where, filter_for({**is_running, "tags.kind": kind}))
+        ]
+
+    def runs_with(self, tags: Mapping[str, str], experiment_id: str = "") -> Iterator[Any]:
+        """Yield all runs, not deleted, of an experiment with these tags. Empty: of this one."""
+        query = filter_for({f"tags.`{name}`": value for name, value in tags.items()})
+        return self._runs([experiment_id or self.experiment_id], query)
+
+    def _runs(self, experiment_ids: list[str], query: str) -> Iterator[Any]:
+        return all_pages(
+            lambda token: self.client.search_runs(
+                experiment_ids, filter_string=query, page_token=token
+            )
+        )
 
     def supersede(self, run_id: str) -> None:
         """Tag a run's kind as SUPERSEDED, so that its key no longer finds it; end it as KILLED."""
@@ -363,9 +369,34 @@ class Tracker:
 
     def _find_run(self, identity: Mapping[str, str]) -> Any:
         """Return the oldest run, not deleted, with these tags; None without one."""
-        query = " and ".join(f"tags.`{key}` = '{value}'" for key, value in identity.items())
-        runs = self.client.search_runs([self.experiment_id], filter_string=query)
+        runs = self.runs_with(identity)
         return min(runs, key=lambda run: (run.info.start_time, run.info.run_id), default=None)
+
+
+def filter_for(values: Mapping[str, str]) -> str:
+    """Return the filter of an MLflow search that demands these values of these fields.
+    A value may contain ' or ", but MLflow cannot be asked for one with both. Errors: LedgerError.
+    """
+    conditions = []
+    for name, value in values.items():
+        quote = '"' if "'" in value else "'"
+        if quote in value:
+            raise LedgerError(f"{value}: MLflow finds no name with both ' and \"; leave one out")
+        conditions.append(f"{name} = {quote}{value}{quote}")
+    return " and ".join(conditions)
+
+
+def all_pages(search: Callable[[str | None], Any]) -> Iterator[Any]:
+    """Yield the results of an MLflow search from all pages.
+    search: token of a page (None: the first) -> the page.
+    """
+    token = None
+    while True:
+        page = search(token)
+        yield from page
+        token = page.token
+        if not token:
+            return
 
 
 def profile_of(data: DatasetInput) -> str:

@@ -17,7 +17,7 @@ import yaml
 
 from agentgym.store.manifest import sha256
 from agentgym.store.runstore import RunStore
-from agentgym.tracking.mlflow import Tracker
+from agentgym.tracking.mlflow import Tracker, all_pages
 from agentgym.tracking.saved_view import NOTE_OURS, is_replaceable
 from envs.plain import plain
 
@@ -146,13 +146,8 @@ def model_tags(tracker: Tracker, name: str) -> dict[str, str] | None:
 
 def all_models(tracker: Tracker) -> list[str]:
     """Return the names of all registered models, sorted."""
-    names, page_token = [], None
-    while True:
-        models = tracker.client.search_registered_models(page_token=page_token)
-        names += [str(model.name) for model in models]
-        page_token = models.token
-        if not page_token:
-            return sorted(names)
+    search = tracker.client.search_registered_models
+    return sorted(str(model.name) for model in all_pages(lambda token: search(page_token=token)))
 
 
 def created_ms(tracker: Tracker, name: str) -> int:

@@ -163,6 +163,11 @@ def test_a_wrong_file_is_named_with_its_key(described, changes, line):
             "grpo short seed 3: seed is overridden by 5; name the seeds in the comparison's file",
         ),
         ({"matrix": {"recipes": []}}, [], "the comparison has no cell"),
+        (
+            {"cells": [{"name": 'it\'s "x"', "horizon": "short"}]},
+            [],
+            "it's \"x\": MLflow finds no name with both ' and",
+        ),
     ],
 )
 def test_cells_that_cannot_be_are_refused_by_name(described, changes, overrides, line):

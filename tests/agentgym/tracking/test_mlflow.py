@@ -12,7 +12,7 @@ import pytest
 from agentgym.store.runstore import store_at
 from agentgym.tracking.deliver import StaleRun, deliver_committed
 from agentgym.tracking.mlflow import Tracker, local_path
-from agentgym.tracking.points import Point, encode_points
+from agentgym.tracking.points import LedgerError, Point, encode_points
 
 RUN_KEY, KEY = "12" * 32, "ab" * 32
 
@@ -143,6 +143,21 @@ def test_a_run_ends_once_and_a_failed_one_runs_again(tracker):
     )
     with pytest.raises(ValueError, match="'DONE' must be FINISHED"):
         tracker.end_run(run, "DONE")
+
+
+@pytest.mark.parametrize("name", ["it's", 'say "go"'])
+def test_a_run_is_found_again_by_a_name_with_quotes(tracker, name):
+    run = tracker.find_or_create(name, {"cell": name, "kind": "cell"}, {}, {})
+    tracker.find_or_create("another", {"cell": "another", "kind": "cell"}, {}, {})
+    assert tracker.find_or_create(name, {"cell": name, "kind": "cell"}, {}, {}) == run
+    named = Tracker(tracker.uri, name, tracker.artifact_root)
+    cell = named.find_or_create("c", {"cell": "c", "kind": "cell"}, {}, {})
+    assert [run.info.run_id for run in named.running(["cell"])] == [cell]
+
+
+def test_a_name_that_mlflow_cannot_find_is_refused(tracker):
+    with pytest.raises(LedgerError, match="finds no name with both"):
+        tracker.find_run({"cell": 'it\'s "x"'})
 
 
 def test_artifacts_come_from_memory_or_a_folder(tracker, tmp_path):
