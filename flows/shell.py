@@ -30,7 +30,7 @@ from agentgym.pipeline.plan import check_model
 from agentgym.pipeline.run import confirm, export_report
 from agentgym.pipeline.stored_config import how_to_find, keep_run
 from agentgym.pipeline.table import finished, open_store, run_label, steps_of
-from agentgym.private import STATE, private_state
+from agentgym.private import private_state
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.pools import check_env_servers
 from agentgym.steps.step import Kind, Step
@@ -41,7 +41,7 @@ from agentgym.tracking.reaching import check_server
 from envs.plain import PlainFormatter
 from flows.common import Wanted, add_run, check_parents, run_of
 from services.prefect_server import prefect_api
-from services.state import running
+from tasks.artifacts import mlflow_server
 from tasks.dataset import dataset_pointer
 from tasks.retries import FINAL
 
@@ -249,7 +249,7 @@ def summarise(
         "model": f"{registered['model']} version {registered['version']}",
         "alias": f"{registered['alias']} {sentence(registered)}",
         "report": str(export_report(cfg, of_kind[Kind.REPORT])),
-        "compare": f"{_mlflow():<26} MLflow, run {run}",
+        "compare": f"{mlflow_server(cfg) or 'make ui':<26} MLflow, run {run}",
         "see": f"agentgym view {run}{options}",
         "check": f"agentgym audit {run}{options}",
     }
@@ -308,11 +308,6 @@ def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
     return [
         line for alarm in alarms for line in textwrap.wrap(str(alarm), 80, subsequent_indent="  ")
     ]
-
-
-def _mlflow() -> str:
-    services = running(STATE)
-    return services.mlflow if services else "make ui"
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:

@@ -20,7 +20,7 @@ from agentgym.config import RunConfig
 from agentgym.defaults import VIEWER_PORT
 from agentgym.evaluation.intervals import FAILED
 from agentgym.pipeline.table import open_store, run_key
-from agentgym.private import STATE
+from agentgym.private import STATE, without_login
 from agentgym.steps.context import Progress
 from agentgym.steps.step import Outcome
 from agentgym.store.manifest import Manifest
@@ -156,9 +156,11 @@ def _episodes(cfg: RunConfig, step: str) -> str:
 
 
 def mlflow_server(cfg: RunConfig) -> str | None:
-    """Return the address of the MLflow UI: the configured server or that of `make up`, or None."""
+    """Return the address of the MLflow UI, without a login: the configured server or that of
+    `make up`; None if there is neither.
+    """
     if cfg.tracking.uri.startswith("http"):
-        return cfg.tracking.uri.rstrip("/")
+        return without_login(cfg.tracking.uri).rstrip("/")
     services = running(STATE)
     return services.mlflow if services else None
 

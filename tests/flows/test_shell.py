@@ -171,8 +171,11 @@ def test_the_summary_of_three_values_of_k_fits_80_columns(monkeypatch):
     monkeypatch.setattr(shell, "sentence", lambda _: "moves to version 1")
     said = io.StringIO()
     options = how_to_find("params.yaml", ["seed=3", "store.path=other/store"], cfg)
+    tracking = cfg.tracking.model_copy(update={"uri": "https://user:secret@mlflow.example.com/"})
+    cfg = cfg.model_copy(update={"tracking": tracking})
     shell.summarise(cfg, done, Console(file=said, width=80), options=options)
     assert f"check    agentgym audit r{'0' * 12} --set store.path=other/store\n" in said.getvalue()
+    assert "compare  https://mlflow.example.com MLflow, run r0000" in said.getvalue()
     table = said.getvalue().splitlines()[:6]
     titles = ["success,", "%", "greedy", "avg@4", "pass@2", "pass@4", "avg@4", "gain"]
     assert table[0].split() == titles
