@@ -218,8 +218,7 @@ def asked_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -> dict[
     """Return environment -> instructions, for environments whose protocol sets `instructions`.
     openings: environment -> instructions, from `told_by`.
     """
-    names = [settings.env.name for settings in protocol.envs if settings.instructions]
-    return {env: openings[env] for env in names}
+    return {s.env.name: openings[s.env.name] for s in protocol.envs if s.instructions}
 
 
 def slots_of(
@@ -318,6 +317,7 @@ def identity_of(
     """Return all that can change an evaluation's result. tasks: each item's task digest, or None;
     policy: `Contender.identity`; instructions: the result of `told_by`.
     """
+    asked = asked_of(protocol, instructions)
     listed = {
         env: "\n".join(f"{item.item_id} {task}" for item, task in zip(its, tasks[env], strict=True))
         for env, its in items.items()
@@ -330,12 +330,7 @@ def identity_of(
             env: {"num": len(items[env]), "digest": sha256(text.encode())}
             for env, text in listed.items()
         },
-        "prompts": {
-            settings.env.name: prompts_digest(
-                instructions[settings.env.name] if settings.instructions else ""
-            )
-            for settings in protocol.envs
-        },
+        "prompts": {e.name: prompts_digest(asked.get(e.name, "")) for e in protocol.env_configs},
         "environments": {
             env.name: env_version(env.name, env.options) for env in protocol.env_configs
         },

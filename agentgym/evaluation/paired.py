@@ -34,8 +34,8 @@ from agentgym.evaluation.intervals import (
     family_codes,
     moments,
 )
-from agentgym.evaluation.numbers import item_means
-from agentgym.evaluation.result import Result, Slot, differences, families_of, outcome_table
+from agentgym.evaluation.numbers import Table, item_means
+from agentgym.evaluation.result import Result, Slot, differences, families_of
 
 Verdict = Literal["better", "worse", "not shown"]
 POWER = 0.8  # probability with which a detectable difference is shown
@@ -208,12 +208,12 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
             f"the results have different slots, {item} sample {sample} among them; evaluate both"
             " policies by one protocol"
         )
-    items, *tables = outcome_table(before)
-    greedy, samples = outcome_table(after)[1:]
-    families = families_of([*before, *after])
-    if any(slot.sample for slot in before):
-        return Pair(items, families, tables[1], samples)
-    return Pair(items, families, tables[0][:, None], greedy[:, None])
+    tables, families = (
+        [Table.of(slots) for slots in (before, after)],
+        families_of([*before, *after]),
+    )
+    successes = (t.samples if t.samples.size else t.greedy[:, None] for t in tables)
+    return Pair(tables[0].items, families, *successes)
 
 
 def gains_by_family(families: Sequence[str | None], gained: FloatArray) -> dict[str, FloatArray]:

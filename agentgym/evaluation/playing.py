@@ -56,10 +56,7 @@ async def play(table: Table, ledger: Ledger) -> None:
     Errors: EvaluationStopped if the policy stopped or too many failed; Fenced, StoreFull.
     """
     try:
-        if table.protocol.deterministic:
-            await _in_waves(table, ledger)
-        else:
-            await _side_by_side(table, ledger)
+        await (_in_waves if table.protocol.deterministic else _side_by_side)(table, ledger)
     finally:
         ledger.commit()
     _check(table, ledger)

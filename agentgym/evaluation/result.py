@@ -14,9 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from agentgym.store.manifest import canonical_json, sha256
 from agentgym.types import Item, Status, Trajectory, Usage, flat
 from envs.wire import FAMILY, INVALID
@@ -311,22 +308,6 @@ def families_of(slots: Iterable[Slot]) -> tuple[str | None, ...]:
     for slot in slots:
         families[slot.item_id] = families.get(slot.item_id) or slot.family
     return tuple(families.values())
-
-
-def outcome_table(
-    slots: Iterable[Slot],
-) -> tuple[tuple[str, ...], NDArray[np.float64], NDArray[np.float64]]:
-    """Return one environment's item ids [I], greedy [I] and samples [I, n]: success as 1 or 0, NaN
-    if the slot does not count or is missing.
-    """
-    slots = list(slots)
-    rows = {item: row for row, item in enumerate(dict.fromkeys(slot.item_id for slot in slots))}
-    num_samples = max((slot.sample for slot in slots), default=0)
-    table = np.full((len(rows), 1 + num_samples), np.nan)
-    for slot in slots:
-        if slot.counts:
-            table[rows[slot.item_id], slot.sample] = float(slot.success)
-    return tuple(rows), table[:, 0], table[:, 1:]
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

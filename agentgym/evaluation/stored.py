@@ -11,18 +11,10 @@ import numpy as np
 
 from agentgym.config import EvaluationConfig
 from agentgym.data.items import parse_item_id
-from agentgym.evaluation.numbers import numbers_of
+from agentgym.evaluation.numbers import Table, numbers_of
 from agentgym.evaluation.protocol import protocol_from
 from agentgym.evaluation.record import PLAN, Plan, key_of, read_plan, replay
-from agentgym.evaluation.result import (
-    CLOCK,
-    RESULT,
-    Result,
-    ResultError,
-    Slot,
-    coverage_of,
-    outcome_table,
-)
+from agentgym.evaluation.result import CLOCK, RESULT, Result, ResultError, Slot, coverage_of
 from agentgym.store.manifest import Manifest, canonical_json, sha256
 from agentgym.store.runstore import RunStore
 
@@ -154,9 +146,9 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
 def _compare_outcomes(where: str, outcomes: Mapping[str, Any], slots: Sequence[Slot]) -> None:
     """Raise NumbersChanged if recorded outcomes differ from those of the slots."""
     for env in dict.fromkeys(slot.env for slot in slots):
-        items, greedy, samples = outcome_table(slot for slot in slots if slot.env == env)
-        rows = [outcomes["items"].index(item_id) for item_id in items]
-        for name, table in (("greedy", greedy), ("samples", samples)):
+        table = Table.of([slot for slot in slots if slot.env == env])
+        rows = [outcomes["items"].index(item_id) for item_id in table.items]
+        for name, success in (("greedy", table.greedy), ("samples", table.samples)):
             recorded = np.array(outcomes[name], dtype=float)[rows]
-            if not np.array_equal(recorded, table, equal_nan=True):
+            if not np.array_equal(recorded, success, equal_nan=True):
                 raise NumbersChanged(f"{where}: its outcomes are not those of its episodes")

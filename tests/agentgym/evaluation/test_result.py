@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from agentgym.evaluation.numbers import Table
 from agentgym.evaluation.result import (
     COLUMNS,
     OUTCOME_OF,
@@ -14,7 +15,6 @@ from agentgym.evaluation.result import (
     Slot,
     differences,
     expected_slots,
-    outcome_table,
 )
 from agentgym.types import Item, Status, Trajectory, Turn, Usage
 
@@ -109,10 +109,10 @@ def test_coverage_counts_slots_that_were_asked_for_and_not_only_those_that_came_
     assert not result.is_complete
     assert (result.outcomes["scored"], result.outcomes["timeout"]) == (1, 1)
     assert result.outcomes["not_played"] == 3
-    ids, greedy, samples = outcome_table(result.of("babyai"))
-    assert ids == ("babyai_7", "babyai_8")
-    np.testing.assert_array_equal(greedy, [1.0, np.nan])
-    np.testing.assert_array_equal(samples, [[np.nan], [np.nan]])
+    table = Table.of(result.of("babyai"))
+    assert table.items == ("babyai_7", "babyai_8")
+    np.testing.assert_array_equal(table.greedy, [1.0, np.nan])
+    np.testing.assert_array_equal(table.samples, [[np.nan], [np.nan]])
 
 
 def test_a_result_comes_back_from_its_files_and_holds_no_time_in_what_is_compared(tmp_path):

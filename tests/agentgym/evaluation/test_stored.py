@@ -9,11 +9,12 @@ import pytest
 from agentgym.cli import main
 from agentgym.comparison.versus import find_result, versus
 from agentgym.config import ConfigError, load_config
+from agentgym.evaluation.numbers import Table
 from agentgym.evaluation.paired import align, compare
 from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.evaluation.publish import evidence_anew, promotions_of
 from agentgym.evaluation.record import PLAN
-from agentgym.evaluation.result import CLOCK, RESULT, outcome_table
+from agentgym.evaluation.result import CLOCK, RESULT
 from agentgym.evaluation.stored import OUTCOMES, NumbersChanged, plan_of, stored_result
 from agentgym.pipeline.policy_evaluation import evaluate_policy, regrade
 from agentgym.pipeline.table import finished, open_store
@@ -112,11 +113,11 @@ def test_an_evaluation_of_a_run_before_it_had_a_plan_is_still_read(cfg):
     """Read commits that hold the episodes, with the outcomes as two tables in the last one."""
     store, done = open_store(cfg), finished(cfg, open_store(cfg))
     now = stored_result(store, done[LAST])
-    items, greedy, samples = outcome_table(now.slots)
+    table = Table.of(now.slots)
     plain = {
-        "items": items,
-        "greedy": [None if np.isnan(value) else value for value in greedy],
-        "samples": [[None if np.isnan(v) else v for v in row] for row in samples],
+        "items": table.items,
+        "greedy": [None if np.isnan(value) else value for value in table.greedy],
+        "samples": [[None if np.isnan(v) else v for v in row] for row in table.samples],
     }
     commits = store.history(LAST, done[LAST].key)
 
