@@ -151,18 +151,10 @@ class Bodies:
         return read(step["name"], step["key"], seq, name, digest, size)
 
     def _content(self, step: str, key: str, seq: int, name: str, digest: str, size: int) -> bytes:
-        manifest = Manifest(
-            step=step,
-            key=key,
-            seq=seq,
-            done=False,
-            parents={},
-            config={},
-            state={},
-            blobs={},
-            results={},
-            records={name: Blob(digest=digest, size=size)},
-        )
+        records = {name: Blob(digest=digest, size=size)}
+        commit = {"step": step, "key": key, "seq": seq, "done": False, "records": records}
+        rest = ("parents", "config", "state", "blobs", "results")
+        manifest = Manifest.model_validate({**commit, **{part: {} for part in rest}})
         return self._store.read(manifest, name)
 
 

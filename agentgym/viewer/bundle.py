@@ -147,16 +147,12 @@ def export(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
     for first in range(0, len(rows), CHUNK):
         # in the store's order, so that a file is read once
         part = sorted(rows[first : first + CHUNK], key=lambda row: tuple(row)[:6])
-        yield from _lines(viewer, part)
-
-
-def _lines(viewer: Viewer, rows: Sequence[sqlite3.Row]) -> Iterator[bytes]:
-    for address, entry in _read(viewer, rows):
-        if isinstance(entry, Exception):
-            yield json.dumps({"address": address, "error": str(entry)}).encode() + b"\n"
-        else:
-            origin = {"address": address, "stage": entry.step["name"]}
-            yield json.dumps({**origin, **to_json(entry.episode)}).encode() + b"\n"
+        for address, entry in _read(viewer, part):
+            if isinstance(entry, Exception):
+                fields = {"error": str(entry)}
+            else:
+                fields = {"stage": entry.step["name"], **to_json(entry.episode)}
+            yield json.dumps({"address": address, **fields}).encode() + b"\n"
 
 
 def _read(

@@ -74,11 +74,7 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         part: see PARTS. Errors: 404 for another part or turn.
         """
         record = viewer.bodies.find(address_in(address)).episode
-        if (
-            part not in PARTS
-            or not 0 <= turn <= len(record.turns)
-            or (not turn and part != PARTS[0])
-        ):
+        if part not in (PARTS if turn else PARTS[:1]) or not 0 <= turn <= len(record.turns):
             raise HTTPException(404)
         whole = getattr(record.turns[turn - 1], part) if turn else record.first_observation
         return PlainTextResponse(
@@ -132,6 +128,7 @@ def episode_page(
     neighbours = _neighbours(viewer, entry, query)
     path, pairs = f"/e/{entry.address}", {"list": listed, "q": words}
     last = min(first + max_turns - 1, len(episode.turns))
+    shots = [replay.shot(turn) if replay else None for turn in range(len(episode.turns) + 1)]
     uses, refused = _would_use(viewer, entry)
     return {
         "uses": uses,
@@ -140,18 +137,13 @@ def episode_page(
         "address": entry.address,
         "facts": facts_of(entry, viewer.names),
         "turns": turns,
-        "drawings": [
-            drawing_of(replay.shot(turn) if replay else None)
-            for turn in range(len(episode.turns) + 1)
-        ],
+        "drawings": list(map(drawing_of, shots)),
         "replay": replay,
         "waiting": viewer.replays.is_waiting(entry),
         "replay_link": f"{path}/replay{asked(**pairs, overlay=overlay)}",
         "overlay": overlay,
         "overlays": [(name, OVERLAYS[name]) for name in known],
-        "overlay_links": {
-            name: f"{path}{asked(**pairs, overlay=name)}" for name in ("", *OVERLAYS)
-        },
+        "overlay_links": {n: f"{path}{asked(**pairs, overlay=n)}" for n in ("", *OVERLAYS)},
         "legend": LEGENDS.get(overlay, ""),
         "why_not_kept": why_not_kept(episode),
         "words": words or (query.words if query else ""),
@@ -187,25 +179,15 @@ def turn_views(
         begin, _ = bounds[number - 1]
         before, action, after = [], [], []
         if shown is not None and turn.end:
-            before = (
-                shown.span(max(begin, turn.start - MAX_GIVEN), turn.start) if number == 1 else []
-            )
+            if number == 1:
+                before = shown.span(max(begin, turn.start - MAX_GIVEN), turn.start)
             action = shown.span(turn.start, turn.end)
             begin, end = bounds[number]
             end = episode.turns[number].start if number < last else end
             after = shown.span(begin, min(end, begin + MAX_GIVEN))
         is_tree = episode.item.env == "webarena"
-        views.append(
-            TurnView(
-                number,
-                turn,
-                _info(turn.info),
-                accessibility(turn.observation[:MAX_SHOWN]) if is_tree else [],
-                before,
-                action,
-                after,
-            )
-        )
+        tree = accessibility(turn.observation[:MAX_SHOWN]) if is_tree else []
+        views.append(TurnView(number, turn, _info(turn.info), tree, before, action, after))
     return views
 
 

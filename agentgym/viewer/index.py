@@ -15,7 +15,7 @@ import re
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO, Any, Self
@@ -101,7 +101,9 @@ class Row:
 COLUMNS = tuple(column.name for column in fields(Row))
 
 
-def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float) -> Row:
+def row_of(
+    record: Mapping[str, Any], location: tuple[int, int, int, int, int, int], committed: float
+) -> Row:
     """Return the row of an episode's record.
 
     location: the first six columns; committed: time of its commit, for a record without times.
@@ -114,14 +116,8 @@ def row_of(record: Mapping[str, Any], location: Sequence[int], committed: float)
     versions = [int(turn.get("version", 0)) for turn in turns]
     advantages, timing = learned.get("advantages") or (), record.get("timing") or {}
     reward, step = record["reward"], int(record["step"])
-    step_id, seq, file, line, start, size = location
     return Row(
-        step_id=step_id,
-        seq=seq,
-        file=file,
-        line=line,
-        start=start,
-        size=size,
+        *location,
         env=plain(str(item["env"])),
         task_id=int(item["task_id"]),
         item=plain(f"{item['env']}_{item['task_id']}"),
@@ -286,13 +282,11 @@ class Index:
 
     def close(self) -> None:
         """Release the writer's lock and mark the file as closed, if this process is the writer."""
-        if self.writes:
+        if self._lock is not None:
             with contextlib.suppress(IndexDamaged), self.writing() as connection:
                 connection.execute("UPDATE meta SET value = '' WHERE name = 'open'")
-        if self._lock is not None:
             self._lock.close()
-            self._lock = None
-        self.writes = False
+            self._lock, self.writes = None, False
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         try:

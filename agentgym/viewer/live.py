@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from agentgym.config import ConfigError, EnvConfig, RunConfig, asked_of
 from agentgym.data.items import PUBLISHED_COUNTS
 from agentgym.evaluation.policies import PolicyName, seated, told_by
-from agentgym.evaluation.protocol import EnvProtocol, EvaluationRequest
+from agentgym.evaluation.protocol import EvaluationRequest
 from agentgym.pages import Pages
 from agentgym.pipeline.contenders import invite
 from agentgym.pipeline.policy_evaluation import protocol_for
@@ -93,11 +93,12 @@ class Room:
         self._cfg, self._servers = cfg, servers
         self._games: dict[str, Game] = {}
 
-    def find(self, game: str) -> Game | None:
-        entry = self._games.get(game)
-        if entry is not None:
-            entry.used = time.monotonic()
-        return entry
+    def find(self, game: str) -> Game:
+        """Return an open game, which is in use from now. Errors: Gone."""
+        if game not in self._games:
+            raise Gone("this game is over and put away; begin another at /play")
+        self._games[game].used = time.monotonic()
+        return self._games[game]
 
     async def begin(self, env: EnvConfig, task_id: int, player_name: str) -> Game:
         """Start a game and return it, with a session on the item and an environment server.
@@ -131,7 +132,8 @@ class Room:
                 seat = await stack.enter_async_context(seated(contender, playing, Usage()))
                 player = seat.player_of(item, 1)
             instructions = {} if invited is None else invited.instructions(env_instructions)
-            episode = _episode(protocol.envs[0], item, session.observation, instructions)
+            settings = protocol.envs[0].episodes(secrets.randbelow(2**31), instructions)
+            episode = Episode(item, 1, settings, session.observation)
             game = Game(
                 secrets.token_urlsafe(12),
                 env,
@@ -211,13 +213,6 @@ class Room:
             raise ConfigError(f"{MAX_GAMES} games are open; end one of them")
 
 
-def _episode(
-    env_protocol: EnvProtocol, item: Item, observation: str, instructions: dict[str, str]
-) -> Episode:
-    settings = env_protocol.episodes(secrets.randbelow(2**31), instructions)
-    return Episode(item, 1, settings, observation)
-
-
 def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
     """Add the pages below `/play`."""
 
@@ -246,20 +241,14 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
     @app.get("/play/{game}")
     def show(game: str) -> str:
-        current = _found(room, game)
-        drawings = [drawing_of(shot) for shot in current.shots]
-        return pages.render(
-            "play.html",
-            game=current,
-            drawings=drawings,
-            address=f"play/{current.id}",
-            words="",
-            section="play",
-        )
+        current = room.find(game)
+        context = {"game": current, "drawings": list(map(drawing_of, current.shots))}
+        address = f"play/{current.id}"
+        return pages.render("play.html", **context, address=address, words="", section="play")
 
     @app.post("/play/{game}")
     async def act(game: str, request: Request) -> RedirectResponse:
-        current, form = _found(room, game), await form_of(request)
+        current, form = room.find(game), await form_of(request)
         if form.get("do") == "end":
             await room.end(current)
             return RedirectResponse("/play", 303)
@@ -269,7 +258,7 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
 
     @app.get("/play/{game}/picture/{turn}")
     def picture(game: str, turn: int) -> Response:
-        current = _found(room, game)
+        current = room.find(game)
         return picture_of(current.shots[turn] if 0 <= turn < len(current.shots) else None)
 
 
@@ -322,10 +311,3 @@ async def form_of(request: Request) -> dict[str, str]:
     except ValueError:
         raise HTTPException(413, f"a form may have {MAX_FIELDS} fields") from None
     return {name: values[-1] for name, values in fields.items()}
-
-
-def _found(room: Room, game: str) -> Game:
-    current = room.find(game)
-    if current is None:
-        raise Gone("this game is over and put away; begin another at /play")
-    return current

@@ -9,6 +9,7 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Self
 from urllib.parse import urlencode
 
@@ -78,16 +79,9 @@ class Query:
                 raise BadQuery(
                     f"{name} {single[name][:40]!r} names no row; begin at the first page"
                 )
-        return cls(
-            facets,
-            ranges,
-            single.get("item", ""),
-            single.get("q", ""),
-            sort,
-            single.get("order") == "up",
-            single.get("after", ""),
-            single.get("before", ""),
-        )
+        names = ("item", "q", "after", "before")
+        item, words, after, before = (single.get(name, "") for name in names)
+        return cls(facets, ranges, item, words, sort, single.get("order") == "up", after, before)
 
     def pairs(self) -> list[tuple[str, str]]:
         """Return the names and values for an address; `parse` turns them into an equal query."""
@@ -200,9 +194,7 @@ class Lists:
         few = total < FEW and not is_more
         rows = _rows(reader, query, steps, size + 1, few=few)
         more, back = len(rows) > size, bool(query.before)
-        rows = rows[:size]
-        if back:
-            rows.reverse()
+        rows = rows[:size][:: -1 if back else 1]
         following = rows and (back or more)
         preceding = rows and (query.after or (back and more))
         return Page(
@@ -229,12 +221,8 @@ class Lists:
 
     def neighbours(self, query: Query, row: sqlite3.Row) -> tuple[sqlite3.Row | None, ...]:
         """Return the rows (before, after) `row` in a query's list; None at an end."""
-        reader, steps = self._index.reader, self._steps()
-        whole, key = query.first(), _key(query, row)
-        sides = [
-            _rows(reader, whole, steps, 1, before=key),
-            _rows(reader, whole, steps, 1, after=key),
-        ]
+        next_row = partial(_rows, self._index.reader, query.first(), self._steps(), 1)
+        sides = next_row(before=_key(query, row)), next_row(after=_key(query, row))
         return tuple(rows[0] if rows else None for rows in sides)
 
     def _steps(self) -> dict[int, tuple[str, tuple[str, ...]]]:
@@ -320,12 +308,7 @@ def _where(
     for name, chosen in query.facets.items() if facets else ():
         wanted: list[Any] = list(chosen)
         if name in ("run", "stage"):
-            is_run = int(name == "run")
-            wanted = [
-                step
-                for step, names in steps.items()
-                if set(chosen).intersection(names[is_run] if is_run else (names[0],))
-            ]
+            wanted = [step for step in steps if {*chosen} & {*_values(name, (step,), steps)}]
         elif name in ("success", "tokens_kept"):
             wanted = [int(value_text == "yes") for value_text in chosen]
         conditions.append(f"{FACETS[name]} IN ({', '.join('?' * len(wanted))})")

@@ -90,7 +90,8 @@ class Refresher:
         match = FOLDER.fullmatch(folder)
         assert match is not None
         name, key = match["step"], match["key"]
-        step_id = known["id"] if known else _new_step(connection, folder, name)
+        insert = "INSERT INTO steps(folder, name) VALUES (?, ?) RETURNING id"
+        step_id = (known or connection.execute(insert, (folder, name)).fetchone())["id"]
         try:
             after = -1 if known is None or known["head"] is None else known["head"]
             commits = self._store.history(name, key, after=max(after - 1, -1))
@@ -206,12 +207,6 @@ def _rows(data: bytes, origin: tuple[int, int, int], committed: float) -> Iterat
         raise RecordError(
             f"line {number + 1} of {FILES[origin[2]]} is no episode: {type(error).__name__} {error}"
         ) from error
-
-
-def _new_step(connection: sqlite3.Connection, folder: str, name: str) -> int:
-    cursor = connection.execute("INSERT INTO steps(folder, name) VALUES (?, ?)", (folder, name))
-    assert cursor.lastrowid is not None
-    return cursor.lastrowid
 
 
 def _update_step(connection: sqlite3.Connection, step_id: int, head: Manifest, mark: str) -> None:

@@ -232,10 +232,9 @@ class Replays:
         """Return an episode's replay; if none is stored, make it and wait for it.
         Errors: TimeoutError after 2 * LIMIT_S seconds.
         """
-        stored = self.find(entry)
-        if stored is None:
+        if self.find(entry) is None:
             self._thread.submit(self._play, entry).result(LIMIT_S * 2)
-            stored = self.find(entry)
+        stored = self.find(entry)
         assert stored is not None
         return stored
 

@@ -24,8 +24,6 @@ from agentgym.viewer.viewer import Viewer
 
 MOST = 16  # episodes side by side
 CONFIDENCE = 0.95
-# SQL condition for episodes that count
-COUNTS = "reward IS NOT NULL"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +162,12 @@ def versus(
     If they differ, or no slot counts in both, `why_not` has the reason and no decision is made.
     """
     rows = reader.execute(
-        f"SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
-        f" a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
-        f" b.seq AS b_seq, b.file AS b_file, b.line AS b_line FROM episodes a"
-        f" JOIN episodes b ON b.item = a.item AND b.step_id = ? AND b.sample = a.sample"
-        f" WHERE a.step_id = ? AND a.{COUNTS} AND b.{COUNTS} ORDER BY a.env, a.task_id, a.sample",
+        "SELECT a.env, a.item, a.sample, ifnull(nullif(a.family, ''), b.family) AS family,"
+        " a.success AS old, b.success AS new, a.seq AS a_seq, a.file AS a_file, a.line AS a_line,"
+        " b.seq AS b_seq, b.file AS b_file, b.line AS b_line FROM episodes a"
+        " JOIN episodes b ON b.item = a.item AND b.step_id = ? AND b.sample = a.sample"
+        " WHERE a.step_id = ? AND a.reward IS NOT NULL AND b.reward IS NOT NULL"
+        " ORDER BY a.env, a.task_id, a.sample",
         (after["id"], before["id"]),
     ).fetchall()
     flips = [

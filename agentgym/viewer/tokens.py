@@ -140,14 +140,10 @@ def told(position: int, token: int, numbers: Numbers | None) -> str:
     if learner is not None:
         apart = "" if engine is None else f", {learner - engine:+.4f} of it"
         pieces.append(f"learner {learner:.4f}{apart}")
-    if numbers.entropy is not None:
-        pieces.append(f"entropy {numbers.entropy:.4f}")
-    if numbers.ratio is not None:
-        pieces.append(f"ratio {numbers.ratio:.4f}")
-    if numbers.advantage is not None:
-        pieces.append(f"advantage {numbers.advantage:+.4f}")
-    pieces.append(f"weights {numbers.version}")
-    return ", ".join(pieces)
+    for name, form in (("entropy", ".4f"), ("ratio", ".4f"), ("advantage", "+.4f")):
+        if (value := getattr(numbers, name)) is not None:
+            pieces.append(f"{name} {value:{form}}")
+    return ", ".join([*pieces, f"weights {numbers.version}"])
 
 
 def shade_of(overlay: str, numbers: Numbers | None, largest: float, oldest: int) -> str:

@@ -106,10 +106,8 @@ def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
     if whole:
         step = max(1, round(step))
-    first = math.ceil(low / step - 1e-9)
-    return [
-        first * step + index * step for index in range(int((high - first * step) / step + 1e-9) + 1)
-    ]
+    first = math.ceil(low / step - 1e-9) * step
+    return [first + index * step for index in range(int((high - first) / step + 1e-9) + 1)]
 
 
 MOST_ITEMS = 80  # rows of the map of items, for those played at the most steps, at least two

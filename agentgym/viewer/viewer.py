@@ -76,17 +76,18 @@ class Viewer:
         Result: counts of the changes. Errors: those of `Refresher.refresh`.
         """
         refresher = Refresher(self.store, self.index, lambda: delivered_steps(self.cfg))
-        for again in (True, False):
-            try:
-                refreshed = refresher.refresh(self._count)
-                self.look_who_works()
-                return refreshed
-            except IndexDamaged as error:
-                if not again:
-                    raise
-                logger.warning("%s; it is built anew", error)
-                self.index.remake()
-        raise AssertionError
+
+        def updated() -> Refreshed:
+            refreshed = refresher.refresh(self._count)
+            self.look_who_works()
+            return refreshed
+
+        try:
+            return updated()
+        except IndexDamaged as error:
+            logger.warning("%s; it is built anew", error)
+            self.index.remake()
+        return updated()
 
     def look_who_works(self) -> None:
         """Read the leases of unfinished steps into `tenures`; they show which processes live."""
