@@ -65,13 +65,11 @@ RUNNING = "select 1 from runs where status = 'RUNNING' and lifecycle_stage = 'ac
 CUT_OFF = "what it shows was not written to its end; the same command writes the rest"
 
 
+_tracker = cache(Tracker)
+
+
 class StaleRun(LedgerError):
     """Error for an MLflow run with points of commits that the store no longer has."""
-
-
-@cache
-def _tracker(uri: str, experiment: str, artifact_root: Path) -> Tracker:
-    return Tracker(uri, experiment, artifact_root)
 
 
 def tracker_of(cfg: RunConfig) -> Tracker:
@@ -130,14 +128,12 @@ def curve(store: RunStore, manifest: Manifest) -> list[dict[str, float | None]]:
     """Return a row per point of a step: `step`, and each of CURVE with `_` for `/`.
     Values have four significant digits; None: not measured.
     """
-
-    def short(value: float | None) -> float | None:
-        return None if value is None else float(f"{value:.4g}")
-
-    return [
-        {"step": p.step, **{key.replace("/", "_"): short(p.metrics.get(key)) for key in CURVE}}
-        for p in committed_points(store, manifest.step, manifest.key)
-    ]
+    rows = []
+    for point in committed_points(store, manifest.step, manifest.key):
+        values = {key.replace("/", "_"): point.metrics.get(key) for key in CURVE}
+        short = {key: None if v is None else float(f"{v:.4g}") for key, v in values.items()}
+        rows.append({"step": point.step, **short})
+    return rows
 
 
 def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
@@ -382,8 +378,7 @@ def close_dead(cfg: RunConfig, store: RunStore) -> dict[str, str]:
 
 
 def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
-    running = tracker.running(("step", "pipeline"))
-    steps = [run for run in running if run.data.tags["kind"] == "step"]
+    steps, pipelines = (tracker.running((kind,)) for kind in ("step", "pipeline"))
     tenures = store.tenures({_folder(run.data.tags) for run in steps})
     closed: dict[str, str] = {}
     ends: dict[str, End | None] = {}  # pipeline's run id -> its end; None: a step of it runs
@@ -399,9 +394,7 @@ def _close(tracker: Tracker, store: RunStore) -> dict[str, str]:
         tracker.close_run(run.info.run_id, status, reason)
         closed[run.info.run_id] = reason
         ends.setdefault(parent, (status, f"{run.data.tags.get('step', '')}: {reason}"))
-    for run in running:
-        if run.data.tags["kind"] != "pipeline":
-            continue
+    for run in pipelines:
         run_id = run.info.run_id
         end = ends[run_id] if run_id in ends else _unattended(tracker, store, run)
         if end is not None and not _builds_on(tracker, store, run):

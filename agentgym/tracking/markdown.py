@@ -22,9 +22,6 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int)
         for column, width in enumerate(widths)
     ]
 
-    def padded(row: Sequence[str]) -> list[str]:
-        left = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:right]
-        return left + [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][right:]
-
-    lines = [padded(rows[0]), rule, *map(padded, rows[1:])]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    signs = ["<" if column < right else ">" for column in range(len(head))]
+    padded = [[f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))

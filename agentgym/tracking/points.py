@@ -42,7 +42,7 @@ class Point:
 
 def encode_points(points: Iterable[Point]) -> bytes:
     """Return points as JSON lines. Errors: LedgerError for a bad name, NaN or infinity."""
-    return b"".join(_encode(point) for point in points)
+    return b"".join(map(_encode, points))
 
 
 def decode_points(data: bytes) -> list[Point]:

@@ -83,7 +83,7 @@ def register_model(
             model_id=model_id,
         )
         # MLflow's client repeats a request whose reply was lost, which makes a duplicate
-        version, *repeated = sorted(_versions(tracker, name, texts["step_key"]), key=int)
+        version, *repeated = all_versions(tracker, name, texts["step_key"])
         for other in repeated:
             tracker.client.delete_model_version(name, other)
     else:
@@ -97,12 +97,15 @@ def register_model(
 
 def find_version(tracker: Tracker, name: str, step_key: str) -> str | None:
     """Return the number of the oldest version with the tag `step_key`; None without one."""
-    return min(_versions(tracker, name, step_key), key=int, default=None)
+    return next(iter(all_versions(tracker, name, step_key)), None)
 
 
-def all_versions(tracker: Tracker, name: str) -> list[str]:
-    """Return the numbers of a registered model's versions, at most 1000, in ascending order."""
-    versions = tracker.client.search_model_versions(f"name = '{name}'", max_results=1000)
+def all_versions(tracker: Tracker, name: str, step_key: str | None = None) -> list[str]:
+    """Return the numbers of a registered model's versions, at most 1000, in ascending order.
+    step_key: only of those with this tag; None: of all.
+    """
+    tagged = "" if step_key is None else f" and tags.step_key = '{step_key}'"
+    versions = tracker.client.search_model_versions(f"name = '{name}'{tagged}", max_results=1000)
     return sorted((str(version.version) for version in versions), key=int)
 
 
@@ -328,15 +331,6 @@ def describe_version(tracker: Tracker, name: str, version: str, note: str) -> No
     if is_replaceable(model_version.description or "", note, ours):
         tracker.client.update_model_version(name, version, description=note)
         tracker.client.set_model_version_tag(name, version, NOTE_OURS, sha256(note.encode()))
-
-
-def _versions(tracker: Tracker, name: str, step_key: str) -> list[str]:
-    return [
-        str(model_version.version)
-        for model_version in tracker.client.search_model_versions(
-            f"name = '{name}' and tags.step_key = '{step_key}'"
-        )
-    ]
 
 
 def _log_model(

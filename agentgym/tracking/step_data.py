@@ -109,11 +109,9 @@ OF_MACHINE = ("mlflow.source.git.commit", "mlflow.user", "source")  # tags not i
 def source_tags() -> dict[str, str]:
     """Return tags with the program's name and, if known, git commit, uncommitted changes, user."""
     tags = dict(OURS)
-    commit = _git("rev-parse", "HEAD")
-    if commit:
-        changed = bool(_git("status", "--porcelain", "--untracked-files=no"))
-        tags["mlflow.source.git.commit"] = commit
-        tags["source"] = f"{commit[:12]}{' with changes' if changed else ''}"
+    if commit := _git("rev-parse", "HEAD"):
+        changed = " with changes" if _git("status", "--porcelain", "--untracked-files=no") else ""
+        tags |= {"mlflow.source.git.commit": commit, "source": f"{commit[:12]}{changed}"}
     with contextlib.suppress(OSError, KeyError):
         tags["mlflow.user"] = getpass.getuser()
     return tags
@@ -178,8 +176,7 @@ def drawn(episodes: Sequence[Trajectory], key: str, count: int) -> list[Trajecto
         return sha256(_name(episode, key).encode())
 
     valid = sorted((episode for episode in episodes if episode.status.is_valid), key=order)
-    solved = [episode for episode in valid if episode.success is True]
-    failed = [episode for episode in valid if episode.success is False]
+    solved, failed = ([e for e in valid if e.success is won] for won in (True, False))
     chosen = [*solved[: (count + 1) // 2], *failed[: count // 2]]
     taken = {id(episode) for episode in chosen}
     rest = [episode for episode in valid if id(episode) not in taken]
