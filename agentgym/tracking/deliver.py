@@ -143,9 +143,7 @@ def committed_points(store: RunStore, step: str, key: str) -> list[Point]:
 
 def committed_alarms(store: RunStore, trained: Iterable[Manifest]) -> list[Alarm]:
     """Return the alarms that begin a trouble; see `raised`. trained: stages, in training order."""
-    return begun(
-        point for stage in trained for point in committed_points(store, stage.step, stage.key)
-    )
+    return begun(point for s in trained for point in committed_points(store, s.step, s.key))
 
 
 class Paced:

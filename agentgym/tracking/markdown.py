@@ -17,11 +17,9 @@ def markdown(head: Sequence[str], lines: Iterable[Sequence[str]], *, right: int)
     """Return a Markdown table, padded for plain text. right: first right-aligned column, from 0."""
     rows = [head, *lines]
     widths = [max(3, *(len(row[column]) for row in rows)) for column in range(len(head))]
-    rule = [
-        "-" * width if column < right else "-" * (width - 1) + ":"
-        for column, width in enumerate(widths)
-    ]
-
     signs = ["<" if column < right else ">" for column in range(len(head))]
+    rule = [
+        "-" * w if s == "<" else "-" * (w - 1) + ":" for s, w in zip(signs, widths, strict=True)
+    ]
     padded = [[f"{c:{s}{w}}" for c, s, w in zip(row, signs, widths, strict=True)] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (padded[0], rule, *padded[1:]))

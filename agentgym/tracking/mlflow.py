@@ -9,7 +9,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -77,11 +77,9 @@ class Tracker:
         experiment = self.client.get_experiment_by_name(self.experiment)
         if experiment is None:
             # without an explicit location MLflow stores the first process's working directory
-            artifact_location = (
-                self.artifact_root.as_uri() if self.uri.startswith("sqlite:") else None
-            )
+            location = self.artifact_root.as_uri() if self.uri.startswith("sqlite:") else None
             try:
-                created = self.client.create_experiment(self.experiment, artifact_location)
+                created = self.client.create_experiment(self.experiment, location)
                 experiment = self.client.get_experiment(created)
             except MlflowException:
                 # another process created it first
@@ -151,11 +149,8 @@ class Tracker:
         for start in range(0, last, MAX_BATCH):
             self.client.log_batch(run_id, metrics=metrics[start : start + MAX_BATCH])
         # MLflow writes the metrics of a batch before its tags
-        self.client.log_batch(
-            run_id,
-            metrics=metrics[last:],
-            tags=[RunTag(name, plain(value)) for name, value in (tags or {}).items()],
-        )
+        run_tags = [RunTag(name, plain(value)) for name, value in (tags or {}).items()]
+        self.client.log_batch(run_id, metrics=metrics[last:], tags=run_tags)
 
     def end_run(self, run_id: str, status: str = "FINISHED") -> None:
         """End a run as FINISHED (removes the tag `ended`), FAILED or KILLED.
@@ -181,14 +176,9 @@ class Tracker:
             for query in (filter_for({"name": self.experiment}), "name LIKE 'agentgym-%'")
             for experiment in self.client.search_experiments(filter_string=query)
         }
-        if not experiment_ids:
-            return []
-        where, is_running = sorted(experiment_ids), {"attributes.status": "RUNNING"}
-        return [
-            run
-            for kind in kinds
-            for run in self._runs(where, filter_for({**is_running, "tags.kind": kind}))
-        ]
+        queries = [filter_for({"attributes.status": "RUNNING", "tags.kind": k}) for k in kinds]
+        where = sorted(experiment_ids)
+        return [run for query in queries if where for run in self._runs(where, query)]
 
     def runs_with(self, tags: Mapping[str, str], experiment_id: str = "") -> Iterator[Any]:
         """Yield all runs, not deleted, of an experiment with these tags. Empty: of this one."""
@@ -196,11 +186,8 @@ class Tracker:
         return self._runs([experiment_id or self.experiment_id], query)
 
     def _runs(self, experiment_ids: list[str], query: str) -> Iterator[Any]:
-        return all_pages(
-            lambda token: self.client.search_runs(
-                experiment_ids, filter_string=query, page_token=token
-            )
-        )
+        search = partial(self.client.search_runs, experiment_ids, query)
+        return all_pages(lambda token: search(page_token=token))
 
     def supersede(self, run_id: str) -> None:
         """Tag a run's kind as SUPERSEDED, so that its key no longer finds it; end it as KILLED."""
@@ -210,9 +197,8 @@ class Tracker:
     def set_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
         from mlflow.entities import RunTag
 
-        self.client.log_batch(
-            run_id, tags=[RunTag(name, plain(str(value))) for name, value in tags.items()]
-        )
+        run_tags = [RunTag(name, plain(str(value))) for name, value in tags.items()]
+        self.client.log_batch(run_id, tags=run_tags)
 
     def log_artifacts(self, run_id: str, files: Path | Mapping[str, bytes]) -> None:
         """Log the files of a folder, or contents by relative path; replace existing files."""
@@ -231,19 +217,11 @@ class Tracker:
         from mlflow.entities import Dataset, InputTag
         from mlflow.entities import DatasetInput as Input
 
-        entities = [
-            Input(
-                Dataset(
-                    name=plain(data.name),
-                    digest=data.digest,
-                    source_type="local",
-                    source=plain(data.source),
-                    profile=profile_of(data),
-                ),
-                [InputTag(CONTEXT, data.split)],
-            )
-            for data in inputs
-        ]
+        entities = []
+        for data in inputs:
+            source, profile = plain(data.source), profile_of(data)
+            dataset = Dataset(plain(data.name), data.digest, "local", source, profile=profile)
+            entities.append(Input(dataset, [InputTag(CONTEXT, data.split)]))
         if entities:
             self.client.log_inputs(run_id, entities)
 
@@ -300,8 +278,7 @@ class Tracker:
         """
         query = f"name = '{name}' and tags.step_key = '{step_key}'"
         models = self.client.search_logged_models([self.experiment_id], filter_string=query)
-        ready = [model for model in models if str(model.status) == "READY"]
-        if ready:
+        if ready := [model for model in models if str(model.status) == "READY"]:
             return str(min(ready, key=lambda model: model.creation_timestamp).model_id)
         for incomplete in models:
             self.client.delete_logged_model(incomplete.model_id)
@@ -339,11 +316,9 @@ class Tracker:
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
             # create run and tags in one call, so that a kill leaves no run without tags
-            created = self.client.create_run(
-                self.experiment_id,
-                run_name=plain(name),
-                tags={**source_tags(), **wanted, **identity},
-            )
+            all_tags = {**source_tags(), **wanted, **identity}
+            new = self.client.create_run
+            created = new(self.experiment_id, run_name=plain(name), tags=all_tags)
             run = self._find_run(identity) or created
             if run.info.run_id != created.info.run_id:
                 self.client.delete_run(created.info.run_id)  # another process created it first
@@ -358,11 +333,7 @@ class Tracker:
         from mlflow.entities import Param
 
         # MLflow refuses to change a param
-        missing = [
-            Param(key, value)
-            for key, value in flat_params(params).items()
-            if key not in run.data.params
-        ]
+        missing = [Param(*p) for p in flat_params(params).items() if p[0] not in run.data.params]
         for start in range(0, len(missing), MAX_PARAMS):
             self.client.log_batch(run_id, params=missing[start : start + MAX_PARAMS])
         return run_id
@@ -421,9 +392,6 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Return nested parameters flat: `prefix` and dotted name -> text, cut at MAX_PARAM_CHARS."""
     flat: dict[str, str] = {}
     for key, value in params.items():
-        flat.update(
-            flat_params(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": plain(str(value))[:MAX_PARAM_CHARS]}
-        )
+        name, text = f"{prefix}{key}", plain(str(value))[:MAX_PARAM_CHARS]
+        flat |= flat_params(value, f"{name}.") if isinstance(value, Mapping) else {name: text}
     return flat

@@ -89,12 +89,10 @@ def progressed(before: Sequence[Point], point: Point) -> dict[str, float]:
     Empty if the point has no episodes. before: the run's training points so far, in order.
     """
     metric_of = point.metrics.get
-    if metric_of("rollout/num_episodes") is None:
+    if (num_episodes := metric_of("rollout/num_episodes")) is None:
         return {}
     last = next((earlier.metrics for earlier in reversed(before) if TURNS in earlier.metrics), {})
-    played = metric_of("rollout/num_episodes", 0.0) * (
-        1.0 - metric_of("rollout/env_error_frac", 0.0)
-    )
+    played = num_episodes * (1.0 - metric_of("rollout/env_error_frac", 0.0))
     return {
         name: last.get(name, 0.0) + round(played * metric_of(metric, 0.0))
         for name, metric in _PER_EPISODE.items()

@@ -75,13 +75,8 @@ def register_model(
                 raise
         logged = tracker.client.get_logged_model(model_id)
         digest_tags = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
-        tracker.client.create_model_version(
-            name,
-            logged.artifact_location,
-            run_id=run_id,
-            tags={**texts, **digest_tags},
-            model_id=model_id,
-        )
+        place, all_tags = logged.artifact_location, {**texts, **digest_tags}
+        tracker.client.create_model_version(name, place, run_id, all_tags, model_id=model_id)
         # MLflow's client repeats a request whose reply was lost, which makes a duplicate
         version, *repeated = all_versions(tracker, name, texts["step_key"])
         for other in repeated:
@@ -254,16 +249,15 @@ def fetch_version(
     tags = version_tags(tracker, name, version)
     if has_digests and FILES not in tags:
         raise ModelChanged(f"{name} version {version} lacks the digests of its files (tag {FILES})")
-    with _found(f"the files of {name} version {version}"):
-        source = tracker.client.get_model_version_download_uri(name, version)
-        local = Path(
-            download_artifacts(artifact_uri=source, dst_path=str(folder), tracking_uri=tracker.uri)
-        )
+    what, target = f"{name} version {version}", str(folder)
+    with _found(f"the files of {what}"):
+        uri = tracker.client.get_model_version_download_uri(name, version)
+        path = download_artifacts(artifact_uri=uri, dst_path=target, tracking_uri=tracker.uri)
     if committed is not None:
-        check_files(lasting_digests(local), committed, f"{name} version {version}")
+        check_files(lasting_digests(Path(path)), committed, what)
     elif FILES in tags:
-        check_files(file_digests(local), json.loads(tags[FILES]), f"{name} version {version}")
-    return local
+        check_files(file_digests(Path(path)), json.loads(tags[FILES]), what)
+    return Path(path)
 
 
 def parse_model_uri(text: str) -> tuple[str, str]:
@@ -300,11 +294,9 @@ def verified_model(model_uri: str, folder: str | None = None, store: RunStore | 
     tracker = Tracker(mlflow.get_tracking_uri(), "", Path())
     version, target = version_meant(tracker, name, of), Path(folder or tempfile.mkdtemp())
     wanted = registered_files(store, name, version) if store is not None else None
-    if wanted is None:
+    if lost := wanted is None:
         logger.warning("not checked: %s", unregistered(name, version))
-    return str(
-        fetch_version(tracker, name, version, target, has_digests=wanted is None, committed=wanted)
-    )
+    return str(fetch_version(tracker, name, version, target, has_digests=lost, committed=wanted))
 
 
 class ModelChanged(ValueError):
@@ -344,16 +336,11 @@ def _log_model(
     from mlflow.entities import LoggedModelOutput
     from mlflow.models import Model
 
-    logged = tracker.client.create_logged_model(
-        tracker.experiment_id, name=name, source_run_id=run_id, tags=tags
-    )
+    new = tracker.client.create_logged_model
+    logged = new(tracker.experiment_id, name=name, source_run_id=run_id, tags=tags)
     with tempfile.TemporaryDirectory() as folder:
-        record = Model(
-            model_uuid=logged.model_id,
-            run_id=run_id,
-            model_id=logged.model_id,
-            artifact_path=logged.artifact_location,
-        )
+        ids = {"model_uuid": logged.model_id, "model_id": logged.model_id, "run_id": run_id}
+        record = Model(**ids, artifact_path=logged.artifact_location)
         saved = Path(folder, "model")
         save_flavor(model_dir, saved, record, name=name, tags=tags)
         digests = json.dumps(file_digests(saved), separators=(",", ":"), sort_keys=True)

@@ -121,9 +121,8 @@ def link_to_newest(client: Any) -> str:
 
 def note_of_experiment(name: str, experiment_id: str) -> str:
     """Return the experiment's description, which begins with links to the charts."""
-    charts = (
-        f"[{view.name.removeprefix('Training ')}]({link_to(experiment_id, view)})" for view in VIEWS
-    )
+    names = {view.name.removeprefix("Training "): view for view in VIEWS}
+    charts = (f"[{name}]({link_to(experiment_id, view)})" for name, view in names.items())
     lines = [
         f"Charts of all training runs of `{name}`: {', '.join(charts)}.",
         "",

@@ -80,13 +80,9 @@ def _input(cfg: RunConfig, splits: Splits, name: str, num: int | None) -> Datase
     ids = [item.item_id for item in getattr(splits, name)[:num]]
     path = cfg.data.path
     source = {"uri": str(path), **({"dvc": rev} if (rev := dvc_revision(path)) else {})}
-    return DatasetInput(
-        f"{'-'.join(env.name for env in cfg.envs)} {name}",
-        sha256(canonical_json(ids))[:DIGEST_CHARS],
-        name,
-        len(ids),
-        json.dumps(source, sort_keys=True),
-    )
+    title, digest = f"{'-'.join(env.name for env in cfg.envs)} {name}", sha256(canonical_json(ids))
+    origin = json.dumps(source, sort_keys=True)
+    return DatasetInput(title, digest[:DIGEST_CHARS], name, len(ids), origin)
 
 
 def dvc_revision(path: Path) -> str:
@@ -216,17 +212,9 @@ def trace_of(manifest: Manifest, episode: Trajectory) -> EpisodeTrace:
         "turns": str(len(episode.turns)),
         DIGEST: sha256(json.dumps([episode.first_observation, turns]).encode()),
     }
-    return EpisodeTrace(
-        f"tr-{trace_id}",
-        (root, *spans),
-        began // 1_000_000,
-        (end - began) // 1_000_000,
-        root["name"],
-        request,
-        json.dumps(outcome),
-        episode.success,
-        tags,
-    )
+    times, texts = (began // 1_000_000, (end - began) // 1_000_000), (request, json.dumps(outcome))
+    name, success = root["name"], episode.success
+    return EpisodeTrace(f"tr-{trace_id}", (root, *spans), *times, name, *texts, success, tags)
 
 
 def digest_of_spans(spans: Sequence[Mapping[str, Any]]) -> str:
