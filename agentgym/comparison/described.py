@@ -170,9 +170,7 @@ def described_rows(comparison: Comparison) -> Iterator[DescribedRow]:
     matrix = comparison.matrix
     recipes = _known(matrix.recipes, comparison.recipes, "recipe", "matrix.recipes")
     horizons = _known(matrix.horizons, comparison.horizons, "horizon", "matrix.horizons")
-    product = [
-        ExtraCell(recipe=recipe, horizon=horizon) for recipe in recipes for horizon in horizons
-    ]
+    product = [ExtraCell(recipe=name, horizon=horizon) for name in recipes for horizon in horizons]
     for cell in (*product, *comparison.cells):
         method = cell.name or " ".join(filter(None, (cell.recipe, cell.horizon)))
         where = f"cell {method}"

@@ -86,28 +86,16 @@ def curves_json(seeds: Sequence[CellEvaluation], confidence: float) -> dict[str,
     num_samples, why = first.table.samples.shape[1], first.no_turns_curve
     horizons = tuple(range(1, first.max_turns + 1))
     by_turns = [values_by_turns(sampled_slots(judged.result.slots), horizons) for judged in seeds]
-    turns = {
-        "budgets": list(horizons),
-        "success": _intervals(np.stack(by_turns, axis=1), first, confidence),
-    }
-    over_k = {
-        f"pass_{how}": _intervals(
-            np.stack(
-                [
-                    [judged.per_item[f"pass_{how}_{k}"] for judged in seeds]
-                    for k in range(1, num_samples + 1)
-                ]
-            ),
-            first,
-            confidence,
-        )
-        for how in ("at", "hat")
-        if num_samples
-    }
+    success = _intervals(np.stack(by_turns, axis=1), first, confidence)
+    over_k = {}
+    for how in ("at", "hat") if num_samples else ():
+        names = [f"pass_{how}_{k}" for k in range(1, num_samples + 1)]
+        values = np.stack([[judged.per_item[name] for judged in seeds] for name in names])
+        over_k[f"pass_{how}"] = _intervals(values, first, confidence)
     return {
         "evaluations": [judged.result.digest for judged in seeds],
         "coverage": [round(judged.result.coverage, 6) for judged in seeds],
-        "turns": None if why else turns,
+        "turns": None if why else {"budgets": list(horizons), "success": success},
         "no_turns_curve": why,
         **over_k,
     }
@@ -122,9 +110,5 @@ def _intervals(
     codes = family_codes(list(first.table.families))
     bounds = crossed_intervals(values, kind="share", confidence=confidence, codes=codes)
     count = (~np.isnan(values)).any(axis=1).sum(axis=1)
-    return [
-        Interval(mean, low, high, num).to_json()
-        for mean, low, high, num in zip(
-            *(bound.round(6).tolist() for bound in bounds), count.tolist(), strict=True
-        )
-    ]
+    columns = [*(bound.round(6).tolist() for bound in bounds), count.tolist()]
+    return [Interval(*row).to_json() for row in zip(*columns, strict=True)]

@@ -47,12 +47,9 @@ def figures_of_rows(table: Table) -> dict[str, Figure | None]:
     }
     names = [row["name"] for row in rows]
     interval = f"{100 * table['confidence']:g} % interval over {sources(table)}"
-    return {
-        "": success_figure(
-            by_number, names, places, f"success · dot and line: mean and {interval}"
-        ),
-        "_curves": curves_figure(table),
-    }
+    caption = f"success · dot and line: mean and {interval}"
+    figure = success_figure(by_number, names, places, caption)
+    return {"": figure, "_curves": curves_figure(table)}
 
 
 def sources(table: Table) -> str:
@@ -130,9 +127,8 @@ def lines_figure(
     for axes, (title, curves) in zip(grid, by_title.items(), strict=True):
         for name, (x, success) in curves.items():
             colour = COLOURS[1:][names.index(name) % (len(COLOURS) - 1)]
-            mean, low, high = (
-                [100 * estimate[part] for estimate in success] for part in ("mean", "low", "high")
-            )
+            parts = ("mean", "low", "high")
+            mean, low, high = ([100 * estimate[part] for estimate in success] for part in parts)
             (lines[name],) = axes.plot(x, mean, color=colour, **draws)
             axes.fill_between(x, low, high, color=colour, alpha=0.1, **fills)
             axes.locator_params(axis="x", integer=isinstance(x[-1], int))
@@ -153,9 +149,7 @@ def curves_figure(table: Table) -> Figure | None:
     """
     from matplotlib.ticker import PercentFormatter
 
-    lines = _panel_lines(
-        [row for row in table["rows"] if any(curve["success"] for curve in row.get("curves", ()))]
-    )
+    lines = _panel_lines([row for row in table["rows"] if "curves" in row and _curves(row)])
     if not lines:
         return None
     every_curve = [curve for rows in lines.values() for row in rows for curve in _curves(row)]
@@ -206,9 +200,8 @@ def _panel_lines(rows: Sequence[RowJson]) -> dict[str, list[RowJson]]:
         if group and num_alike == 1:
             title = row["name"]
         lines.setdefault(title, []).append(row)
-    return dict(
-        sorted(lines.items(), key=lambda item: (bool(item[1][0]["group"]), item[0] == _OTHERS))
-    )
+    in_order = sorted(lines, key=lambda title: (bool(lines[title][0]["group"]), title == _OTHERS))
+    return {title: lines[title] for title in in_order}
 
 
 def _series(row: RowJson, together: Sequence[RowJson]) -> str:

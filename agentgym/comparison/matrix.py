@@ -216,18 +216,10 @@ def _cell(comparison: Comparison, row: DescribedRow, seed: int, overrides: Seque
     title = f"{row.name} seed {seed}"
     try:
         cfg = load_config(row.params, overrides, layers=(*row.layers, {"seed": seed}))
-        cell = Cell(
-            row.name,
-            row.recipe,
-            row.horizon,
-            row.group,
-            seed,
-            row.until or _last_step(cfg, trained=bool(row.environment)),
-            cfg,
-            row.environment,
-            row.method,
-            _protocol(comparison, cfg) if row.environment else None,
-        )
+        names, column = (row.name, row.recipe, row.horizon, row.group), row.environment
+        until = row.until or _last_step(cfg, trained=bool(column))
+        protocol = _protocol(comparison, cfg) if column else None
+        cell = Cell(*names, seed, until, cfg, column, row.method, protocol)
         _check_judged(cell)
     except ConfigError as error:
         raise ConfigError(f"{title}: {error}") from None
@@ -282,8 +274,7 @@ def _check_comparable(a: Cell, b: Cell) -> None:
     `evaluation`, apart from the sampling temperature, and the split must be `test`.
     """
     if a.protocol is not None and b.protocol is not None:
-        unlike = differences(a.protocol.semantic(), b.protocol.semantic())
-        if unlike:
+        if unlike := differences(a.protocol.semantic(), b.protocol.semantic()):
             raise ConfigError(
                 f"contrasts: {a.row} and {b.row} are evaluated by different protocols"
                 f" ({unlike[0]}); compare rows of one environment that are evaluated alike"

@@ -39,10 +39,9 @@ def table_csv(table: Table) -> bytes:
             parts = {part: estimate.get(part) for part in ("mean", "low", "high", "sd")}
             texts = {"kind": kind, "name": name, "environment": environment, "metric": metric}
             seeds = " ".join(map(str, estimate["per_seed"]))
+            signs = tuple("=+-@\t\r")
             quoted = {
-                key: f"'{text}" if text[:1] in "=+-@\t\r" else text
-                for key, text in texts.items()
-                if text
+                k: f"'{text}" if text.startswith(signs) else text for k, text in texts.items()
             }
             writer.writerow({**quoted, **parts, "per_seed": seeds})
     return output.getvalue().encode()

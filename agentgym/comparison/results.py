@@ -62,8 +62,8 @@ class CellResult:
     start: Mapping[str, FloatArray] | None
     curve: tuple[Checkpoint, ...]
     cost: Mapping[str, float]  # of the whole training, by AXES; see `_costs`
-    training: tuple[Point, ...]  # of its optimizer steps
-    evaluated: tuple[Point, ...]  # of the evaluations before and after
+    training: Sequence[Point]  # of its optimizer steps
+    evaluated: Sequence[Point]  # of the evaluations before and after
     families: tuple[str | None, ...] | None = None  # of each item; None: not known
     judged: CellEvaluation | None = None  # the evaluation after, in a column of environments
 
@@ -122,12 +122,9 @@ class Row:
                 f"{self.name} and {other.name} have no finished seed in common; run both, then"
                 " compare"
             )
-        ours, theirs = (
-            {result.cell.seed: result.after[key] for result in row.cells} for row in (self, other)
-        )
-        return self._estimate(
-            np.stack([ours[seed] - theirs[seed] for seed in shared]), "difference", confidence
-        )
+        ours, theirs = ({c.cell.seed: c.after[key] for c in row.cells} for row in (self, other))
+        gains = np.stack([ours[seed] - theirs[seed] for seed in shared])
+        return self._estimate(gains, "difference", confidence)
 
     def limit(self, other: Row, key: str) -> str:
         """Return `ceiling` or `floor` if both means are within CEILING of 1 or 0; else ""."""
@@ -153,14 +150,8 @@ class Estimate:
     def to_json(self) -> dict[str, Any]:
         # sample standard deviation
         spread = float(np.std(self.per_seed, ddof=1)) if len(self.per_seed) > 1 else None
-        interval = self.interval
-        bounds = {name: round(getattr(interval, name), 5) for name in ("mean", "low", "high")}
-        return {
-            **bounds,
-            "num_items": interval.num_items,
-            "per_seed": [_round(value) for value in self.per_seed],
-            "sd": _round(spread),
-        }
+        bounds = {name: round(value, 5) for name, value in self.interval.to_json().items()}
+        return bounds | {"per_seed": [_round(v) for v in self.per_seed], "sd": _round(spread)}
 
 
 def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
@@ -179,11 +170,8 @@ def read_rows(cells: Sequence[Cell]) -> tuple[list[Row], list[Cell]]:
 def training_curve(points: Sequence[Point]) -> tuple[tuple[Checkpoint, ...], dict[str, float]]:
     """Return (validated checkpoints, total cost by AXES) from the points of training steps."""
     steps = _costs(points)
-    curve = tuple(
-        Checkpoint(cost, point.metrics[VALIDATION])
-        for point, cost in steps
-        if VALIDATION in point.metrics
-    )
+    validated = [(point, cost) for point, cost in steps if VALIDATION in point.metrics]
+    curve = tuple(Checkpoint(cost, point.metrics[VALIDATION]) for point, cost in validated)
     return curve, steps[-1][1] if steps else dict.fromkeys(AXES, 0.0)
 
 
@@ -205,9 +193,8 @@ def _costs(points: Sequence[Point]) -> list[tuple[Point, dict[str, float]]]:
             "cpu_s": metric("time/cpu_s", 0.0),
             "accelerator_h": wall_s * metric("perf/accelerators", 0.0) / 3600,
         }
-        total = {"step": float(point.step)} | {
-            axis: total[axis] + value for axis, value in spent.items()
-        }
+        sums = {axis: total[axis] + value for axis, value in spent.items()}
+        total = {"step": float(point.step), **sums}
         steps.append((point, total))
     return steps
 
@@ -221,9 +208,8 @@ def table(
     Errors: as `contrast_rows`.
     """
     by_name = {row.name: row for row in rows}
-    contrasts = [
-        (a, b) for a, b in contrast_rows(comparison, cells) if a in by_name and b in by_name
-    ]
+    names = contrast_rows(comparison, cells)
+    contrasts = [(by_name[a], by_name[b]) for a, b in names if a in by_name and b in by_name]
     columns = list(comparison.environments)
     return {
         "name": comparison.name,
@@ -233,9 +219,7 @@ def table(
         **({"environments": columns} if columns else {}),
         "rows": [_row_json(row) for row in rows],
         "contrasts": [
-            _contrast_json(by_name[a], by_name[b], len(columns))
-            for a, b in contrasts
-            if set(by_name[a].seeds) & set(by_name[b].seeds)
+            _contrast_json(a, b, len(columns)) for a, b in contrasts if {*a.seeds} & {*b.seeds}
         ],
         "missing": [cell.title for cell in missing],
     }
@@ -287,9 +271,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "gain": {key: gain.to_json() for key, gain in gains.items() if gain},
         "cost": _by_axis([cell.cost for cell in row.cells], 1),
         "validation": {
-            "best": [
-                max((point.success for point in cell.curve), default=None) for cell in row.cells
-            ],
+            "best": [max((p.success for p in cell.curve), default=None) for cell in row.cells],
             "last": [cell.curve[-1].success if cell.curve else None for cell in row.cells],
         },
         "curves": [
@@ -338,45 +320,24 @@ def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, lis
 def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:
     store = open_store(cell.cfg)
     completed = finished(cell.cfg, store)
-    trained = [
-        name for name, step in steps_of(cell.cfg).items() if step.stage and name in cell.steps
-    ]
-    points = [
-        point for name in trained for point in committed_points(store, name, completed[name].key)
-    ]
+    trained = [name for name, s in steps_of(cell.cfg).items() if s.stage and name in cell.steps]
+    points = [p for name in trained for p in committed_points(store, name, completed[name].key)]
     curve, cost = training_curve(points)
     if cell.protocol is not None:
         judged = read_judged(cell, answers)
-        after, start = judged[cell.until], judged.get(cell.start)
-        starts = start.per_item if start else None
-        families, step = after.table.families, points[-1].step if points else 0
-        means = {f"eval/{key}": float(np.nanmean(after.per_item[key])) for key in after.keys}
-        summary = (Point(step, round(1000 * answers[cell.until].created_at), means),)
-        return CellResult(
-            cell, after.per_item, starts, curve, cost, tuple(points), summary, families, after
-        )
-    evaluation = completed[cell.evaluation]
-    baseline = evaluation.results.get("paired", {}).get("baseline")
-    evaluated = [
-        point
-        for name in (baseline, cell.evaluation)
-        if name
-        for point in committed_points(store, name, completed[name].key)
-    ]
-    outcomes = Outcomes.of(stored_result(store, evaluation).slots)
-    start_outcomes = (
-        Outcomes.of(stored_result(store, completed[baseline]).slots) if baseline else None
-    )
-    return CellResult(
-        cell,
-        _per_item(cell, outcomes),
-        _per_item(cell, start_outcomes) if start_outcomes else None,
-        curve,
-        cost,
-        tuple(points),
-        tuple(evaluated),
-        outcomes.families,
-    )
+        last, first = judged[cell.until], judged.get(cell.start)
+        starts = first.per_item if first else None
+        families, step = last.table.families, points[-1].step if points else 0
+        means = {f"eval/{key}": float(np.nanmean(last.per_item[key])) for key in last.keys}
+        summary = [Point(step, round(1000 * answers[cell.until].created_at), means)]
+        return CellResult(cell, last.per_item, starts, curve, cost, points, summary, families, last)
+    baseline = completed[cell.evaluation].results.get("paired", {}).get("baseline")
+    names = [name for name in (baseline, cell.evaluation) if name]
+    evaluated = [p for name in names for p in committed_points(store, name, completed[name].key)]
+    tables = [Outcomes.of(stored_result(store, completed[name]).slots) for name in names]
+    *before, after = [_per_item(cell, table) for table in tables]
+    start, families = before[0] if before else None, tables[-1].families
+    return CellResult(cell, after, start, curve, cost, points, evaluated, families)
 
 
 def _per_item(cell: Cell, table: Outcomes) -> dict[str, FloatArray]:

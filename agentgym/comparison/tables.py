@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agentgym.comparison.figures import (
-    AXES,
     Figure,
     RowJson,
     Table,
@@ -73,12 +72,8 @@ def _gains(row: RowJson, average: str) -> list[str]:
     )
     validated = "" if best is None or last is None else f"{100 * last:.1f} ({100 * best:.1f})"
     cpu = _mean(row["cost"]["cpu_s"])
-    return [
-        gain(row["gain"][average]),
-        gain(row["gain"]["greedy"]),
-        validated,
-        f"{cpu:.0f}" if cpu else "",
-    ]
+    gains = [gain(row["gain"][key]) for key in (average, "greedy")]
+    return [*gains, validated, f"{cpu:.0f}" if cpu else ""]
 
 
 def _contrasts(contrasts: Sequence[Mapping[str, Any]]) -> str:
@@ -134,10 +129,8 @@ Cells = Mapping[str, Mapping[str, RowJson]]  # method -> environment -> row
 def figures_of_grid(table: Table) -> dict[str, Figure | None]:
     """Return end of the file name -> figure of a table of environments; None: no data."""
     cells, key, envs = cells_of_table(table), main_key(table["rows"]), table["environments"]
-    by_env = {
-        env: [(y, row[env], key) for y, row in enumerate(cells.values()) if env in row]
-        for env in envs
-    }
+    rows = list(enumerate(cells.values()))
+    by_env = {env: [(y, row[env], key) for y, row in rows if env in row] for env in envs}
     caption = f"{label(key)} · line: {100 * table['confidence']:g} % interval"
     return {
         "": success_figure(by_env, list(cells), range(len(cells)), caption, alike=True),
@@ -151,9 +144,8 @@ def text_of_grid(table: Table) -> list[str]:
     """Return parts of Markdown: a table per number, gains, contrasts, costs; how to read them."""
     rows, parts = table["rows"], []
     for key in shared_keys(rows):
-        parts.append(
-            f"{label(key)}, percent:\n\n{_table(table, _success(key), _starts(rows, key))}"
-        )
+        success = _table(table, _success(key), _starts(rows, key))
+        parts.append(f"{label(key)}, percent:\n\n{success}")
     main = main_key(rows)
     if any("gain" in row for row in rows):
         gains = _table(table, lambda row: gain(row["gain"][main]) if "gain" in row else "")
@@ -205,14 +197,8 @@ def _lines(cells: Cells, envs: Sequence[str], what: str, title: str) -> Figure |
     """Draw success by turns (`what` is "turns") or pass@k ("pass_at"), a panel per
     environment; None if no cell has two values. title: of the x axis.
     """
-    by_env = {
-        env: {
-            method: curve
-            for method, row in cells.items()
-            if env in row and len((curve := _curve(row[env], what))[0]) > 1
-        }
-        for env in envs
-    }
+    curves = {e: {m: _curve(row[e], what) for m, row in cells.items() if e in row} for e in envs}
+    by_env = {e: {m: c for m, c in of_env.items() if len(c[0]) > 1} for e, of_env in curves.items()}
     return lines_figure(by_env, title, stepped=what == "turns") if any(by_env.values()) else None
 
 
@@ -280,14 +266,12 @@ def _grid_contrasts(table: Table, main: str) -> str:
 
 def _cost(cost: Mapping[str, Sequence[float]]) -> str:
     units = {"sampled_tokens": "tokens sampled", "cpu_s": "CPU-s", "accelerator_h": "h"}
-    parts = []
-    for axis in AXES:
-        values = cost.get(axis, ())
-        if axis in units and values and any(values):
-            mean = sum(values) / len(values)
-            text = f"{mean:,.0f}" if mean >= 100 else f"{mean:.3g}"
-            parts.append(f"{text} {units[axis]}")
-    return ", ".join(parts)
+    means = {axis: _mean(cost.get(axis, ())) for axis in units}
+    return ", ".join(
+        f"{mean:{',.0f' if mean >= 100 else '.3g'}} {units[axis]}"
+        for axis, mean in means.items()
+        if mean
+    )
 
 
 def _grid_reading(table: Table) -> str:

@@ -62,9 +62,8 @@ def find_result(word: str, cfg: RunConfig) -> NamedResult:
             folder = path.parent if path.name == RESULT else path
             if folder.resolve().parent != files.resolve():
                 loaded = Result.load(path)
-                return NamedResult(
-                    f"{_name(loaded, folder.name)}, not checked: a file", loaded, folder
-                )
+                name = f"{_name(loaded, folder.name)}, not checked: a file"
+                return NamedResult(name, loaded, folder)
             word = folder.name
         store = open_store(cfg)
         head = _of_step(cfg, store, word) if ":" in word else find(store, word)
@@ -134,9 +133,7 @@ def _contrast(
         "envs": {
             env: {
                 **asdict(decision),
-                "detectable_with": {
-                    str(items): detectable_with(decision, items) for items in ITEMS
-                },
+                "detectable_with": {str(n): detectable_with(decision, n) for n in ITEMS},
             }
             for env, decision in decisions.items()
         },
@@ -198,9 +195,8 @@ def curves(result: Result, env: str, max_turns: int, confidence: float) -> list[
     sampled = sampled_slots(result.of(env))
     if not any(slot.counts for slot in sampled):
         return []
-    num_tokens = [
-        float(slot.usage.output_tokens) if slot.usage.known["output"] else None for slot in sampled
-    ]
+    usages = [slot.usage for slot in sampled]
+    num_tokens = [float(u.output_tokens) if u.known["output"] else None for u in usages]
     seconds = [slot.wall_s or None for slot in sampled]
     return [
         by_turns(sampled, max_turns, confidence=confidence),
@@ -343,10 +339,7 @@ def _curve_figures(versus: Json) -> list[tuple[str, str, Figure]]:
                 figure = lines_figure({"": curves}, AXES[axis], stepped=True)
                 figures.append((f"{env}_{axis}", caption, figure))
         for kind, sign in (("pass_at", "pass@k"), ("pass_hat", "pass^k")):
-            curves = {
-                name: _over_k(numbers["pass_curves"].get(kind, ()))
-                for name, numbers in by_name.items()
-            }
+            curves = {n: _over_k(row["pass_curves"].get(kind, ())) for n, row in by_name.items()}
             if all(len(budgets) > 1 for budgets, _ in curves.values()):
                 figure = lines_figure({"": curves}, "k", stepped=False)
                 figures.append((f"{env}_{kind}", f"{env}: {sign}", figure))
