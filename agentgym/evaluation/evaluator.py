@@ -269,13 +269,8 @@ def play_owed(
     async def playing() -> str:
         spent = sum((slot.total_usage for slot in ledger.slots.values()), Usage())
         async with opened.seat(spent) as seat:
-            table = Table(
-                protocol,
-                seat,
-                instructions,
-                {item.item_id: item for its in items.values() for item in its},
-                progress.advance,
-            )
+            by_id = {item.item_id: item for its in items.values() for item in its}
+            table = Table(protocol, seat, instructions, by_id, progress.advance)
             try:
                 await play(table, ledger)
             except EvaluationStopped as stop:

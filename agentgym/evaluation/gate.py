@@ -83,12 +83,8 @@ class Evidence:
         Errors: ValueError, KeyError, TypeError or AttributeError if it is not one.
         """
         pairs = {env: _pair_of(row) for env, row in tree["pairs"].items()}
-        rest: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in tree.items()
-            if name != "pairs"
-        }
-        return cls(pairs=pairs, **rest)
+        rest: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in tree.items()}
+        return cls(**{**rest, "pairs": pairs})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +119,7 @@ class Judgement:
     @property
     def needed_items(self) -> int | None:
         """Items per environment with which all rules could decide; None if no rule needs more."""
-        return max(
-            (ruling.needed_items for ruling in self.rulings if ruling.needed_items), default=None
-        )
+        return max((r.needed_items for r in self.rulings if r.needed_items), default=None)
 
     def to_json(self) -> dict[str, Any]:
         return {

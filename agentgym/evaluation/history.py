@@ -305,8 +305,7 @@ def note_of(entry: Entry, artifact_path: str) -> str:
         f"Decision {entry.number}, {when}, by {entry.who}; `{artifact_path}` among its run's"
         " artifacts has the numbers and the items.",
     ]
-    rules = entry.decision.get("rules", [])
-    if rules:
+    if rules := entry.decision.get("rules", []):
         lines += ["", "| rule | verdict | why |", "|---|---|---|"]
         lines += [
             f"| {' '.join((rule['rule'], rule['env'])).strip()} | {rule['verdict']} |"

@@ -107,10 +107,8 @@ class Moments:
         """Return the p-value of the two-sided t test that the mean is 0, [...].
         Without any variance it is 1 for a mean of 0, and 0 for another mean.
         """
-        error = np.sqrt(self.variance)
-        score = np.divide(
-            np.abs(self.mean), error, out=np.where(self.mean == 0, 0.0, np.inf), where=error > 0
-        )
+        error, exact = np.sqrt(self.variance), np.where(self.mean == 0, 0.0, np.inf)
+        score = np.divide(np.abs(self.mean), error, out=exact, where=error > 0)
         return np.asarray(2 * stdtr(self.freedom, -score))
 
 
@@ -126,9 +124,8 @@ def clustered_interval(
             f"an interval needs a value of at least one item, got {values.shape}, all missing; look"
             " at the evaluation's outcomes"
         )
-    mean, low, high = clustered_intervals(
-        values[None], family_codes(families), kind=kind, confidence=confidence
-    )
+    codes = family_codes(families)
+    mean, low, high = clustered_intervals(values[None], codes, kind=kind, confidence=confidence)
     return Interval(mean.item(), low.item(), high.item(), int((~np.isnan(values)).sum()))
 
 
@@ -137,22 +134,20 @@ def clustered_intervals(
 ) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Return (mean, low, high) of each row, [...]. values: [..., I]; codes: as for `moments`."""
     estimate = moments(values, codes, kind=kind)
-    quantile = stdtrit(estimate.freedom, (1 + confidence) / 2)
+    mean, quantile = estimate.mean, stdtrit(estimate.freedom, (1 + confidence) / 2)
     if kind == "share":
-        rare, variance = _rare(values, estimate.mean, kind), estimate.variance
+        rare, variance = _rare(values, mean, kind), estimate.variance
         if codes is None:  # a proportion: its variance is known from the mean
             one_draw = ((values == 0) | (values == 1) | np.isnan(values)).all(axis=-1)
-            spread = estimate.mean * (1 - estimate.mean) / estimate.num_items
+            spread = mean * (1 - mean) / estimate.num_items
             variance = np.where(one_draw, spread, variance)
             quantile = np.where(one_draw, ndtri((1 + confidence) / 2), quantile)
-        return estimate.mean, *score_bounds(
-            estimate.mean, variance, quantile, estimate.num_items, rare
-        )
+        return mean, *score_bounds(mean, variance, quantile, estimate.num_items, rare)
     half = quantile * np.sqrt(estimate.variance)
-    low, high = estimate.mean - half, estimate.mean + half
+    low, high = mean - half, mean + half
     if kind == "difference":
         low, high = np.maximum(low, -1.0), np.minimum(high, 1.0)
-    return estimate.mean, low, high
+    return mean, low, high
 
 
 def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: Kind) -> Moments:
@@ -168,10 +163,8 @@ def moments(values: FloatArray, codes: NDArray[np.int_] | None = None, *, kind: 
     if codes is not None:
         of_family = np.eye(int(codes.max()) + 1)[codes]
         off, sizes = off @ of_family, sizes @ of_family
-    total = count[..., None]
-    scale = np.divide(
-        total, total - sizes, out=np.ones_like(sizes), where=(total > sizes) & (sizes > 0)
-    )
+    total, ones = count[..., None], np.ones_like(sizes)
+    scale = np.divide(total, total - sizes, out=ones, where=(total > sizes) & (sizes > 0))
     parts = scale * off**2
     variance = parts.sum(axis=-1) / count**2
     if kind == "difference":  # add two items that differ, one each way (Bonett and Price 2012)
@@ -228,10 +221,9 @@ def telling(off: FloatArray) -> FloatArray:
     off: [..., I] distance of each value from 0, or for a share from the nearer of 0 and 1.
     """
     size = np.abs(off)
-    squares = (size**2).sum(axis=-1)
-    return np.asarray(
-        np.divide(size.sum(axis=-1) ** 2, squares, out=np.zeros_like(squares), where=squares > 0)
-    )
+    total, squares = size.sum(axis=-1), (size**2).sum(axis=-1)
+    none = np.zeros_like(squares)
+    return np.asarray(np.divide(total**2, squares, out=none, where=squares > 0))
 
 
 def score_bounds(
@@ -246,10 +238,8 @@ def score_bounds(
     quantile: half width in standard errors; rare: mask of means with at most one draw per item.
     Without variance the interval is the mean itself, unless `rare`.
     """
-    spread = mean * (1 - mean)
-    draws = np.divide(
-        spread, variance, out=num_items.astype(np.float64), where=(variance > 0) & (spread > 0)
-    )
+    spread, draws = mean * (1 - mean), num_items.astype(np.float64)
+    np.divide(spread, variance, out=draws, where=(variance > 0) & (spread > 0))
     draws = np.where(rare, np.minimum(draws, num_items), draws)
     turned = quantile**2 / draws
     centre = (mean + turned / 2) / (1 + turned)
@@ -337,9 +327,8 @@ def _over_both(
     if kind == "difference":
         floor = ((item_means**2).sum(axis=-1) + 2) / (num_items + 2) ** 2
         of_items = np.where(rare, np.maximum(of_items, floor - of_seeds), of_items)
-    quantile = _quantile(
-        of_seeds, of_items, num_seeds, _freedom_of_items(item_means, num_items), confidence
-    )
+    freedom = _freedom_of_items(item_means, num_items)
+    quantile = _quantile(of_seeds, of_items, num_seeds, freedom, confidence)
     if kind == "difference":
         half = quantile * np.sqrt(of_seeds + of_items)
         return np.maximum(mean - half, -1.0), np.minimum(mean + half, 1.0)
@@ -377,10 +366,8 @@ def _quantile(
     """Half width of the interval in standard errors, [...].
     of_seeds, of_items: the variance's two parts; many: degrees of freedom of the items' part.
     """
-    level, few = (1 + confidence) / 2, num_seeds - 1
-    share = np.divide(
-        of_seeds, of_seeds + of_items, out=np.zeros_like(of_seeds), where=of_seeds > 0
-    )
+    level, few, none = (1 + confidence) / 2, num_seeds - 1, np.zeros_like(of_seeds)
+    share = np.divide(of_seeds, of_seeds + of_items, out=none, where=of_seeds > 0)
     freedom = 1 / (share**2 / few + (1 - share) ** 2 / many)
     weighted = share * stdtrit(few, level) + (1 - share) * stdtrit(many, level)
     result: FloatArray = (stdtrit(freedom, level) + weighted) / 2

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, Self
 
 import numpy as np
@@ -236,12 +237,8 @@ def _effort(table: Table, counted: Sequence[Slot], confidence: float) -> dict[st
     success = np.column_stack([table.greedy, table.samples])[:, table.main]
     reward = mean_reward(table.reward[:, table.main], table.families, confidence=confidence)
     known = ~np.isnan(table.invalid)
-    invalid = ratio(
-        np.where(known, table.invalid, 0.0).sum(axis=1),
-        np.where(known, table.turns, 0.0).sum(axis=1),
-        table.families,
-        confidence=confidence,
-    )
+    refused, turns = (np.where(known, a, 0.0).sum(axis=1) for a in (table.invalid, table.turns))
+    invalid = ratio(refused, turns, table.families, confidence=confidence)
     longest = max((slot.num_turns for slot in counted), default=0)
     won = [slot.num_turns for slot in counted if slot.success]
 
@@ -333,17 +330,12 @@ def success(
     values = np.stack(list(rows.values()))
     result: dict[str, Interval | None] = dict.fromkeys(rows)
     has_value: NDArray[np.bool_] = np.asarray(~np.isnan(values).all(axis=1))
-    intervals = clustered_intervals(
-        values[has_value], family_codes(families), kind="share", confidence=confidence
-    )
-    counts = (~np.isnan(values[has_value])).sum(axis=1)
-    for name, mean, low, high, count in zip(
-        [name for name, has in zip(rows, has_value, strict=True) if has],
-        *intervals,
-        counts,
-        strict=True,
-    ):
-        result[name] = Interval(float(mean), float(low), float(high), int(count))
+    known, codes = values[has_value], family_codes(families)
+    intervals = clustered_intervals(known, codes, kind="share", confidence=confidence)
+    counts = (~np.isnan(known)).sum(axis=1)
+    columns = [column.tolist() for column in (*intervals, counts)]
+    for name, *row in zip(compress(rows, has_value), *columns, strict=True):
+        result[name] = Interval(*row)
     return result
 
 
@@ -426,11 +418,10 @@ def by_family(
     values, family_of = item_means(samples), np.array(families, dtype=object)
     result = {}
     for family in sorted({family for family in families if family is not None}):
-        family_values = values[family_of == family]
-        interval = None
-        if not np.isnan(family_values).all():
-            interval = clustered_interval(family_values, kind="share", confidence=confidence)
-        result[family] = {"num_items": len(family_values), "success": interval}
+        own = values[family_of == family]
+        known = not np.isnan(own).all()
+        interval = clustered_interval(own, kind="share", confidence=confidence) if known else None
+        result[family] = {"num_items": len(own), "success": interval}
     return result
 
 

@@ -180,8 +180,7 @@ def align(before: Result, after: Result) -> dict[str, Pair]:
     """Return environment -> Pair of both results: the sampled episodes if there are any, else the
     greedy ones. Errors: Incomparable if questions or slots differ, or a result is not finished.
     """
-    unlike = differences(before.identity, after.identity)
-    if unlike:
+    if unlike := differences(before.identity, after.identity):
         more = f"\n  and {len(unlike) - MAX_SHOWN} more" if len(unlike) > MAX_SHOWN else ""
         raise Incomparable(
             "the results answer different questions (the first one's and the second one's value):"
@@ -208,10 +207,8 @@ def _pair(before: Sequence[Slot], after: Sequence[Slot]) -> Pair:
             f"the results have different slots, {item} sample {sample} among them; evaluate both"
             " policies by one protocol"
         )
-    tables, families = (
-        [Table.of(slots) for slots in (before, after)],
-        families_of([*before, *after]),
-    )
+    tables = [Table.of(slots) for slots in (before, after)]
+    families = families_of([*before, *after])
     successes = (t.samples if t.samples.size else t.greedy[:, None] for t in tables)
     return Pair(tables[0].items, families, *successes)
 

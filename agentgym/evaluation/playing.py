@@ -42,12 +42,8 @@ class Table:
     def attempts(self, env_protocol: EnvProtocol) -> dict[bool, PlaysEpisodes]:
         """Return the players of the greedy episodes (True) and of the samples (False)."""
         settings = env_protocol.episodes(self.protocol.seed, self.instructions)
-        return {
-            greedy: self.seat.attempts(
-                replace(settings, temperature=0.0) if greedy else settings, env_protocol
-            )
-            for greedy in (True, False)
-        }
+        by_kind = {True: replace(settings, temperature=0.0), False: settings}
+        return {greedy: self.seat.attempts(s, env_protocol) for greedy, s in by_kind.items()}
 
 
 async def play(table: Table, ledger: Ledger) -> None:
@@ -125,10 +121,9 @@ async def _in_waves(table: Table, ledger: Ledger) -> None:
             ]
             for first in range(0, len(episodes), size):
                 _check(table, ledger)
-                wave = await in_lockstep(
-                    attempts, episodes[first : first + size], table.progress, ledger.failed
-                )
-                for trajectory in wave:
+                wave = episodes[first : first + size]
+                played = await in_lockstep(attempts, wave, table.progress, ledger.failed)
+                for trajectory in played:
                     ledger.finished(trajectory)
                 if ledger.is_due:
                     ledger.commit()

@@ -147,27 +147,20 @@ class EchoPlayer(TextPlayer):
 
 def plain_contender(name: PolicyName) -> Contender:
     """Return a policy that is no model: the expert, random actions, or one fixed action."""
-    identity = {"kind": str(name.who)}
+    kind, action = {"kind": str(name.who)}, name.name
     if name.who is PolicyKind.EXPERT:
-        return Contender(
-            identity, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer()
-        )
+        return Contender(kind, "the expert", needs_expert=True, player_of=lambda *_: ExpertPlayer())
     if name.who is PolicyKind.RANDOM:
-        return Contender(identity, "chance", needs_hints=True, player_of=lambda *_: RandomPlayer())
+        return Contender(kind, "chance", needs_hints=True, player_of=lambda *_: RandomPlayer())
     assert name.who is PolicyKind.ECHO
-    action = name.name
-    return Contender(
-        {**identity, "action": action}, f"echo {action!r}", player_of=lambda *_: EchoPlayer(action)
-    )
+    identity, about = {**kind, "action": action}, f"echo {action!r}"
+    return Contender(identity, about, player_of=lambda *_: EchoPlayer(action))
 
 
 def endpoint_contender(endpoint: Endpoint) -> Contender:
     """Return a model behind an endpoint, identified by its address and name."""
-    identity = {
-        "kind": str(PolicyKind.ENDPOINT),
-        "url": endpoint.base_url.rstrip("/"),
-        "model": endpoint.model,
-    }
+    kind, url = str(PolicyKind.ENDPOINT), endpoint.base_url.rstrip("/")
+    identity = {"kind": kind, "url": url, "model": endpoint.model}
     about = f"{endpoint.model} at {endpoint.base_url}"
     return Contender(identity, about, knows_rules=False, endpoint=endpoint)
 
@@ -317,10 +310,8 @@ def instructions_of(protocol: EvaluationProtocol, openings: Mapping[str, str]) -
     texts = {}
     for settings in protocol.envs:
         if settings.instructions:
-            form = REACT if settings.action_format == "react" else ""
-            texts[settings.env.name] = "\n\n".join(
-                filter(None, (openings[settings.env.name], form))
-            )
+            name, form = settings.env.name, REACT if settings.action_format == "react" else ""
+            texts[name] = "\n\n".join(filter(None, (openings[name], form)))
     return texts
 
 

@@ -119,9 +119,8 @@ def evidence_of(
                 return first_evidence(stored_result(store, evaluation))
             return paired_evidence(*own_results(store, evaluation, champion))
         except (NumbersChanged, DigestMismatch) as error:
-            return Evidence(
-                {}, champion is not None, obstacle=str(error), audit="failed", audit_note=str(error)
-            )
+            rivals, why = champion is not None, str(error)
+            return Evidence({}, rivals, obstacle=why, audit="failed", audit_note=why)
         except (Incomparable, BlobMissing) as reason:
             logger.info("both models are evaluated by one protocol: %s", reason)
     return evidence_anew(cfg, candidate, champion, play_anew)
@@ -215,10 +214,8 @@ def tags_of_version(
 
 def headline_tags(evaluation: Manifest) -> dict[str, str]:
     """Return an evaluation's main numbers (shares, 4 decimals), as tags of the model version."""
-    return {
-        f"eval.{name}": f"{interval['mean']:.4f}"
-        for name, interval in evaluation.results["summary"].items()
-    }
+    summary = evaluation.results["summary"]
+    return {f"eval.{name}": f"{interval['mean']:.4f}" for name, interval in summary.items()}
 
 
 def write_report(ctx: StepContext, run_key: str, steps: Mapping[str, Step]) -> Manifest:
@@ -254,17 +251,12 @@ def report_files(
     by_kind = {step.kind: parents[name] for name, step in steps.items() if name in parents}
     compared = _compared(parents, steps)
     others = [other for other in _evaluations(parents, steps).values() if other not in compared]
-    rows = {
-        manifest.step: _row(manifest, titles[manifest.step]) for manifest in [*compared, *others]
-    }
+    rows = {final.step: _row(final, titles[final.step]) for final in [*compared, *others]}
     spans = stages(cfg.horizon)
     trained = [parents[span.name] for span in spans]
+    average = f"avg_at_{cfg.evaluation.num_samples}"
     points = {
-        titles[manifest.step]: (
-            int(manifest.state["global_step"]),
-            _intervals(manifest)[f"avg_at_{cfg.evaluation.num_samples}"],
-        )
-        for manifest in compared
+        titles[m.step]: (int(m.state["global_step"]), _intervals(m)[average]) for m in compared
     }
     curve = learning_curve_png(_curves(store, trained), spans, points)
     bars = evaluation_png([rows[manifest.step] for manifest in compared])
@@ -303,9 +295,7 @@ def report_files(
 
 
 def _evaluations(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> dict[str, Manifest]:
-    return {
-        name: manifest for name, manifest in parents.items() if steps[name].kind is Kind.EVALUATE
-    }
+    return {name: final for name, final in parents.items() if steps[name].kind is Kind.EVALUATE}
 
 
 def _compared(parents: Mapping[str, Manifest], steps: Mapping[str, Step]) -> list[Manifest]:
@@ -339,16 +329,12 @@ def _row(manifest: Manifest, title: str) -> EvaluationRow:
 
 
 def _curves(store: RunStore, trained: Sequence[Manifest]) -> list[Curve]:
-    points = [
-        point for final in trained for point in committed_points(store, final.step, final.key)
-    ]
+    points = [point for f in trained for point in committed_points(store, f.step, f.key)]
     curves = []
-    for stage, smooth in (("training", True), ("validation", False)):
-        metric = "validation/success" if stage == "validation" else "rollout/success"
+    for stage, metric in (("training", "rollout/success"), ("validation", "validation/success")):
         measured = [point for point in points if metric in point.metrics]
-        steps = [point.step for point in measured]
-        values = [point.metrics[metric] for point in measured]
-        curves.append(Curve(f"{stage}, sampled", steps, values, smooth))
+        steps, values = [p.step for p in measured], [p.metrics[metric] for p in measured]
+        curves.append(Curve(f"{stage}, sampled", steps, values, stage == "training"))
     return curves
 
 

@@ -145,8 +145,7 @@ class Ledger:
         played. Errors: Fenced, StoreFull.
         """
         chunk = {ATTEMPTS: failed, TRAJECTORIES: finished}
-        records = {name: joined(lines) for name, lines in chunk.items() if lines}
-        if records:
+        if records := {name: joined(lines) for name, lines in chunk.items() if lines}:
             self._commit(done=False, records=records)
 
     def conclude(self, result: Result, results: dict[str, Any], *, done: bool) -> Manifest:
@@ -154,12 +153,8 @@ class Ledger:
         result: for the file RESULT; results: numbers for the manifest. Errors: Fenced, StoreFull.
         """
         self.commit()
-        return self._commit(
-            done=done,
-            records={CLOCK: result.clock_bytes()},
-            blobs={RESULT: result.to_bytes()},
-            results=results,
-        )
+        records, blobs = {CLOCK: result.clock_bytes()}, {RESULT: result.to_bytes()}
+        return self._commit(done=done, records=records, blobs=blobs, results=results)
 
     @property
     def elapsed_s(self) -> float:

@@ -112,9 +112,8 @@ class Promotions:
         current = alias_version(self.tracker, self.model, self.alias)
         number = None if champion is None else self.number_of(champion)
         lost = number is not None and current is None
-        if lost and created_ms(self.tracker, self.model) > entries[-1].at * 1000:
-            return Standing(champion, current)  # the registry was recreated
-        if champion is None or number == current:
+        recreated = lost and created_ms(self.tracker, self.model) > entries[-1].at * 1000
+        if champion is None or number == current or recreated:
             return Standing(champion, current)
         current_text = f"version {current}" if current else "no version"
         return Standing(
@@ -261,18 +260,12 @@ class Promotions:
         known = replace(evidence, drift=standing.drift, num_looks=looks)
         judgement = judge(rules, known)
         champion = standing.champion
-        entry = Entry(
-            "judged",
-            identity,
-            candidate,
-            champion,
-            candidate if judgement.verdict == "PROMOTE" else champion,
-            who,
-            time.time(),
-            judgement.why,
-            {**decision_json(rules, known, judgement), MADE_IN: self.made_in},
+        after = candidate if judgement.verdict == "PROMOTE" else champion
+        decision = {**decision_json(rules, known, judgement), MADE_IN: self.made_in}
+        models, why = (candidate, champion, after), judgement.why
+        return self._add(
+            opened, Entry("judged", identity, *models, who, time.time(), why, decision)
         )
-        return self._add(opened, entry)
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
         """Record a person's decision to move the alias to `version`, move it, and return the entry.
@@ -378,14 +371,10 @@ def _unrecorded(candidate: Version, holder: Version | None, why: str) -> Entry:
 def version_of(number: str, tags: Mapping[str, str]) -> Version:
     """Return the version with this number; tags: those it has in the registry."""
     names = {"digest": "evaluation", "step": "evaluation.step", "key": "evaluation.key"}
-    evaluation = {part: tags.get(name, "") for part, name in names.items()}
-    return Version(
-        number,
-        tags.get("step_key", ""),
-        evaluation if all(evaluation.values()) else {},
-        sha256(tags[FILES].encode()) if FILES in tags else "",
-        tags.get("run_key", ""),
-    )
+    evaluation = {part: tags[name] for part, name in names.items() if tags.get(name)}
+    judged = evaluation if evaluation.keys() == names.keys() else {}
+    files = sha256(tags[FILES].encode()) if FILES in tags else ""
+    return Version(number, tags.get("step_key", ""), judged, files, tags.get("run_key", ""))
 
 
 def fetch_registered(promotions: Promotions, number: str, folder: Path) -> tuple[Path, str]:

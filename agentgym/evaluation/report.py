@@ -51,6 +51,7 @@ INK, MUTED, GRID = "#1f2933", "#66727f", "#e3e7eb"
 _SERIES = ("#3b6ea8", "#c8702a", "#4b8b5f", "#7a5c99")  # distinct in gray, too
 _STAGES = ("#f6f8fa", "#eaeff4")
 _SMOOTHING_STEPS = 7  # width of the running mean
+LEGEND: Any = {"frameon": False, "loc": "upper center", "fontsize": 9}
 
 
 def learning_curve_png(
@@ -90,9 +91,7 @@ def learning_curve_png(
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("success")
     if curves or evaluations:
-        axes.legend(
-            frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, fontsize=9
-        )
+        axes.legend(**LEGEND, bbox_to_anchor=(0.5, -0.14), ncols=4)
     return png_of(figure)
 
 
@@ -122,9 +121,7 @@ def evaluation_png(rows: Sequence[EvaluationRow]) -> bytes:
     axes.set_xticks(range(len(keys)), [label(key) for key in keys])
     axes.tick_params(axis="x", length=0, labelcolor=INK, labelsize=10)
     axes.set_ylabel("success")
-    axes.legend(
-        frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(rows), fontsize=9
-    )
+    axes.legend(**LEGEND, bbox_to_anchor=(0.5, -0.1), ncols=len(rows))
     return png_of(figure)
 
 
@@ -313,9 +310,8 @@ def render(result: Result, examples: Iterable[Trajectory]) -> dict[str, bytes]:
         for env, numbers in result.numbers.items()
         if numbers["summary"]
     }
-    shared = [
-        key for key in next(iter(shown.values()), ()) if all(key in s for s in shown.values())
-    ]
+    first, *_ = (*shown.values(), {})
+    shared = [key for key in first if all(key in summary for summary in shown.values())]
     rows = [
         EvaluationRow(env, env, {key: summary[key] for key in shared}, None, 0, 0)
         for env, summary in shown.items()

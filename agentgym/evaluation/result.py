@@ -238,9 +238,8 @@ class Result:
         file = path / RESULT if path.is_dir() else path
         clock = file.with_name(CLOCK)
         try:
-            return cls.from_bytes(
-                file.read_bytes(), clock.read_bytes() if clock.is_file() else b"{}", str(file)
-            )
+            times = clock.read_bytes() if clock.is_file() else b"{}"
+            return cls.from_bytes(file.read_bytes(), times, str(file))
         except OSError as error:
             raise ResultError(f"{file} cannot be read: {error.strerror}") from None
 

@@ -121,13 +121,8 @@ def _earlier_plan(store: RunStore, final: Manifest) -> Plan:
         for sample in range(settings.num_samples + 1)
     )
     rest = {**settings.model_dump(include={"num_samples", "max_turns"}), "greedy": True}
-    protocol = protocol_from(
-        {
-            "envs": [{**rest, "env": {"name": env}} for env in envs],
-            **settings.model_dump(include={"confidence", "min_coverage"}),
-        },
-        {},
-    )
+    tree = settings.model_dump(include={"confidence", "min_coverage"})
+    protocol = protocol_from({**tree, "envs": [{**rest, "env": {"name": env}} for env in envs]}, {})
     name = str(final.results["checkpoint"])
     about = {
         "policy": name,
