@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +19,10 @@ def add(commands: Commands) -> None:
     importing = data.add(
         "import", _import, "import the published lists at a revision, with `dvc import`"
     )
-    importing.add_argument(
-        "--rev", required=True, help="commit id, tag or branch; the commit it means is pinned"
-    )
-    importing.add_argument(
-        "--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)"
-    )
-    importing.add_argument(
+    option = importing.add_argument
+    option("--rev", required=True, help="commit id, tag or branch; the commit it means is pinned")
+    option("--url", help="git repository (default: AgentGym-RL-Data-ID on the Hugging Face Hub)")
+    option(
         "--out",
         type=Path,
         default=Path("data/hub/AgentGym-RL-Data-ID"),
@@ -37,17 +33,16 @@ def add(commands: Commands) -> None:
         _import_trajectories,
         "import trajectories of others, in AgentGym's published layout, under DVC",
     )
-    others.add_argument(
+    option = others.add_argument
+    option(
         "files",
         nargs="+",
         type=Path,
         metavar="FILE",
         help="a JSON list of {item_id, conversations}",
     )
-    others.add_argument(
-        "--out", type=Path, help="folder, replaced if it exists (default: data.trajectories)"
-    )
-    others.add_argument(
+    option("--out", type=Path, help="folder, replaced if it exists (default: data.trajectories)")
+    option(
         "--drop-refused",
         action="store_true",
         help="leave out rows that cannot be learned from, and list them",
@@ -148,8 +143,7 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     for folder in cfg.data_folders.values():
         check_pin(folder)
     tasks = compare_tasks(cfg.envs, splits)
-    warnings = (*splits.warnings, *tasks.repeated, *tasks.unknown)
-    _describe(cfg.env_names, replace(splits, warnings=warnings))
+    _describe(cfg.env_names, splits, *tasks.repeated, *tasks.unknown)
     if num_recorded:
         say(
             f"{cfg.env_names}: {num_recorded} trajectories of train items in"
@@ -164,15 +158,14 @@ def _validate(cfg: RunConfig, arguments: argparse.Namespace) -> int:
                 cfg.data.path, name, validation_fraction=cfg.data.validation_fraction, seed=cfg.seed
             )
             other_tasks = compare_tasks((EnvConfig(name=name),), other)
-            warnings = (*other.warnings, *other_tasks.repeated, *other_tasks.unknown)
-            _describe(name, replace(other, warnings=warnings))
+            _describe(name, other, *other_tasks.repeated, *other_tasks.unknown)
         except ConfigError as error:
             say(f"warning: {error}", indent=4)
     return 1 if tasks.repeated else 0
 
 
-def _describe(env: str, splits: Splits) -> None:
-    for warning in splits.warnings:
+def _describe(env: str, splits: Splits, *more_warnings: str) -> None:
+    for warning in (*splits.warnings, *more_warnings):
         say(f"warning: {warning}", indent=4)
     say(
         f"{env}: {len(splits.train)} train, {len(splits.validation)} validation,"

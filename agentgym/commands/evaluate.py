@@ -34,7 +34,8 @@ def add(commands: Commands) -> None:
         "any policy on any environments: exit code 3 if too few episodes count",
         run_of=lambda arguments: run_meant(arguments.policy or ""),
     )
-    command.add_argument(
+    option = command.add_argument
+    option(
         "policy",
         nargs="?",
         metavar="POLICY",
@@ -42,16 +43,14 @@ def add(commands: Commands) -> None:
         " OpenAI-compatible endpoint, a folder, or OWNER/NAME[@REVISION] of the Hub",
     )
     add_options(command)
-    command.add_argument("--out", type=Path, help="also write a pointer for DVC to this file")
-    command.add_argument(
-        "--show", metavar="RESULT", help="print an evaluation's state, also while it runs"
-    )
-    command.add_argument(
+    option("--out", type=Path, help="also write a pointer for DVC to this file")
+    option("--show", metavar="RESULT", help="print an evaluation's state, also while it runs")
+    option(
         "--regrade",
         metavar="RESULT",
         help="score the recorded actions of an evaluation again, without a policy",
     )
-    command.add_argument("--json", action="store_true")
+    option("--json", action="store_true")
     add_waiting(command, "an evaluation")
 
     play = commands.add(
@@ -60,34 +59,32 @@ def add(commands: Commands) -> None:
         "a game in the terminal: you, or a policy turn by turn",
         run_of=lambda arguments: run_meant(arguments.model),
     )
-    play.add_argument("--env", help="environment (default: the configured one)")
-    play.add_argument(
+    option = play.add_argument
+    option("--env", help="environment (default: the configured one)")
+    option(
         "--model",
         default="",
         metavar="POLICY",
         help="who plays, as for `agentgym evaluate`: models:/NAME@champion, RUN:STEP, :STEP,"
         " expert, ... (default: you)",
     )
-    play.add_argument(
+    option(
         "--item",
         default="",
         metavar="N",
         help="an item's or task's id, or several with commas; needs no item lists (default: the"
         " first test items, or the environment's first tasks if data.path has no lists of it)",
     )
-    play.add_argument("--games", type=positive, default=1, metavar="N", help="default: 1")
-    play.add_argument(
-        "--temperature", type=float, default=0.0, help="of a model; 0: greedy (default)"
-    )
-    play.add_argument("--engine", choices=("torch", "vllm"), default="")
+    option("--games", type=positive, default=1, metavar="N", help="default: 1")
+    option("--temperature", type=float, default=0.0, help="of a model; 0: greedy (default)")
+    option("--engine", choices=("torch", "vllm"), default="")
 
 
 def add_options(command: argparse.ArgumentParser) -> None:
     """Add the options of an evaluation, which `request_of` reads. Command and flow share them."""
-    command.add_argument(
-        "--env", action="append", default=[], metavar="NAME", help="may be repeated"
-    )
-    command.add_argument(
+    option = command.add_argument
+    option("--env", action="append", default=[], metavar="NAME", help="may be repeated")
+    option(
         "--protocol",
         default="",
         metavar="NAME|FILE",
@@ -105,14 +102,14 @@ def add_options(command: argparse.ArgumentParser) -> None:
         ("concurrency", positive, "episodes in flight, over all environments"),
         ("min-coverage", float, "share of the episodes that must count"),
     ):
-        command.add_argument(f"--{name}", type=kind, help=f"{meaning} (default: the protocol's)")
-    command.add_argument("--split", choices=("test", "validation", "train"))
-    command.add_argument("--items", type=Path, metavar="FILE", help="a JSON list of {item_id}")
-    command.add_argument("--greedy", action=argparse.BooleanOptionalAction, default=None)
-    command.add_argument("--deterministic", action=argparse.BooleanOptionalAction, default=None)
-    command.add_argument("--action-format", choices=("plain", "react"))
-    command.add_argument("--instructions", action=argparse.BooleanOptionalAction, default=None)
-    command.add_argument(
+        option(f"--{name}", type=kind, help=f"{meaning} (default: the protocol's)")
+    option("--split", choices=("test", "validation", "train"))
+    option("--items", type=Path, metavar="FILE", help="a JSON list of {item_id}")
+    option("--greedy", action=argparse.BooleanOptionalAction, default=None)
+    option("--deterministic", action=argparse.BooleanOptionalAction, default=None)
+    option("--action-format", choices=("plain", "react"))
+    option("--instructions", action=argparse.BooleanOptionalAction, default=None)
+    option(
         "--fail-on-error",
         nargs="?",
         const=True,
@@ -120,18 +117,17 @@ def add_options(command: argparse.ArgumentParser) -> None:
         metavar="COUNT|SHARE",
         help="stop at the first episode that fails for good, or beyond so many",
     )
-    command.add_argument("--engine", choices=("torch", "vllm"), default="")
+    option("--engine", choices=("torch", "vllm"), default="")
     endpoint = command.add_argument_group("endpoints")
-    endpoint.add_argument("--model", default="", help="(default: the only one it has)")
-    endpoint.add_argument(
-        "--key-variable", default="", metavar="AGENTGYM_SECRET_...", help="holds the key"
-    )
-    endpoint.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of one request")
-    endpoint.add_argument("--max-retries", type=int, default=5, help="of one request")
-    endpoint.add_argument("--max-concurrency", type=positive, default=64, help="requests in flight")
-    endpoint.add_argument("--max-per-minute", type=float, default=0.0, help="requests; 0: no limit")
-    endpoint.add_argument("--prices", type=Path, metavar="FILE", help="of a million tokens")
-    endpoint.add_argument("--max-cost", type=float, help="no request begins above it")
+    option = endpoint.add_argument
+    option("--model", default="", help="(default: the only one it has)")
+    option("--key-variable", default="", metavar="AGENTGYM_SECRET_...", help="holds the key")
+    option("--timeout", type=float, default=60.0, metavar="S", help="of one request")
+    option("--max-retries", type=int, default=5, help="of one request")
+    option("--max-concurrency", type=positive, default=64, help="requests in flight")
+    option("--max-per-minute", type=float, default=0.0, help="requests; 0: no limit")
+    option("--prices", type=Path, metavar="FILE", help="of a million tokens")
+    option("--max-cost", type=float, help="no request begins above it")
 
 
 def run_meant(policy: str) -> str:
@@ -309,14 +305,8 @@ def _limit(text: str) -> bool | int | float:
 def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.game import Game, play_games
 
-    game = Game(
-        arguments.env or cfg.env.name,
-        arguments.model,
-        arguments.item,
-        arguments.games,
-        arguments.temperature,
-        arguments.engine,
-    )
+    options = (getattr(arguments, n) for n in ("model", "item", "games", "temperature", "engine"))
+    game = Game(arguments.env or cfg.env.name, *options)
     played = play_games(cfg, game, functools.partial(say, indent=0), _ask)
     return 0 if all(episode.status.is_valid for episode in played) else 1
 
@@ -325,5 +315,4 @@ def _ask(prompt: str) -> str | None:
     """Print the prompt and return a line of standard input, with its newline; None at its end."""
     sys.stdout.write(prompt)
     sys.stdout.flush()
-    line = sys.stdin.readline()
-    return line if line else None
+    return sys.stdin.readline() or None

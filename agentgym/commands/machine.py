@@ -33,21 +33,18 @@ def add(commands: Commands) -> None:
     config = commands.add(
         "config", _config, "settings with value, default and meaning: what matters, or all"
     )
-    config.add_argument(
+    option = config.add_argument
+    option(
         "section",
         nargs="?",
         metavar="SECTION",
         help="all of a section or one setting, for example rollout or optimizer.lr (default: those"
         " that matter most, and what differs from the defaults)",
     )
-    config.add_argument("--all", action="store_true", help="every setting")
-    config.add_argument(
-        "--search", metavar="WORD", help="settings whose path, meaning or example contains it"
-    )
-    config.add_argument("--json", action="store_true")
-    config.add_argument(
-        "--out", type=Path, help="write the settings that change results to this file, for DVC"
-    )
+    option("--all", action="store_true", help="every setting")
+    option("--search", metavar="WORD", help="settings whose path, meaning or example contains it")
+    option("--json", action="store_true")
+    option("--out", type=Path, help="write the settings that change results to this file, for DVC")
     doctor = commands.add("doctor", _doctor, "what is missing on this machine")
     doctor.add_argument("--json", action="store_true")
     envs = commands.group("envs", "environment servers on Kubernetes")
@@ -78,7 +75,12 @@ def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         if not rows:
             raise ConfigError(f"no setting's path, meaning or example contains {arguments.search}")
     if arguments.out is not None:
-        _write_resolved(cfg, arguments)
+        from agentgym.pipeline.dvc import require_current
+        from agentgym.store.posix import write_whole
+
+        require_current(cfg, arguments.params)
+        tree = json.dumps(cfg.semantic(), indent=1, sort_keys=True)
+        write_whole(arguments.out, f"{tree}\n".encode())
     elif arguments.json:
         say(json.dumps([asdict(row) for row in rows], indent=1))
     elif arguments.all or arguments.section or arguments.search:
@@ -89,15 +91,6 @@ def _config(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     else:
         _print_overview(rows)
     return 0
-
-
-def _write_resolved(cfg: RunConfig, arguments: argparse.Namespace) -> None:
-    from agentgym.pipeline.dvc import require_current
-    from agentgym.store.posix import write_whole
-
-    require_current(cfg, arguments.params)
-    tree = json.dumps(cfg.semantic(), indent=1, sort_keys=True)
-    write_whole(arguments.out, f"{tree}\n".encode())
 
 
 def _print_overview(rows: Sequence[Setting]) -> None:

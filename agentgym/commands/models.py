@@ -29,16 +29,12 @@ def add(commands: Commands) -> None:
         "--force", action="store_true", help="move the alias without the gate's verdict"
     )
     promote.add_argument("--why", default="", help="of --force, for the history")
-    promote.add_argument("--json", action="store_true")
 
     rollback = commands.add("rollback", _rollback, "give the alias back to who held it before")
     rollback.add_argument("--to", metavar="VERSION", help="a version that had the alias earlier")
     rollback.add_argument("--why", default="by hand", help="for the history")
-    rollback.add_argument("--json", action="store_true")
 
     history = commands.add("history", _history, "who held the alias, since when and why")
-    history.add_argument("--json", action="store_true")
-
     lineage = commands.add(
         "lineage",
         _lineage,
@@ -52,7 +48,8 @@ def add(commands: Commands) -> None:
         help="a version's number, or the beginning of a digest of a step, of data or of an"
         " evaluation (default: the version that holds the alias)",
     )
-    lineage.add_argument("--json", action="store_true")
+    for command in (promote, rollback, history, lineage):
+        command.add_argument("--json", action="store_true")
 
 
 def _promote(cfg: RunConfig, arguments: argparse.Namespace) -> int:
@@ -81,11 +78,7 @@ def _history(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     entries, now = standing(cfg)
     changed, files = champion_files(cfg, now)
     if arguments.json:
-        tree = {
-            "entries": [_json(entry) for entry in entries],
-            "standing": asdict(now),
-            "files": files,
-        }
+        tree = {"entries": [*map(_json, entries)], "standing": asdict(now), "files": files}
         say(json.dumps(tree, indent=1))
     else:
         for entry in entries:
@@ -145,8 +138,5 @@ def _lines(entry: Entry) -> list[str]:
 def _json(entry: Entry) -> dict[str, Any]:
     """Return an entry in JSON types, with `moved` and `verdict`, without single outcomes."""
     tree = asdict(entry)
-    if tree["decision"]:
-        evidence = tree["decision"].get("evidence", {})
-        without = {name: value for name, value in evidence.items() if name != "pairs"}
-        tree["decision"] = {**tree["decision"], "evidence": without}
+    tree["decision"].get("evidence", {}).pop("pairs", None)
     return tree | {"moved": entry.moved, "verdict": entry.verdict}

@@ -19,25 +19,24 @@ def add(commands: Commands) -> None:
         "one step of the pipeline, as dvc.yaml runs it",
         run_of=lambda arguments: arguments.of_run,
     )
-    step.add_argument("name")
-    step.add_argument(
+    option = step.add_argument
+    option("name")
+    option(
         "--run",
         dest="of_run",
         metavar="RUN",
         help="of this run of the store, with its settings (default: the configured one)",
     )
-    step.add_argument(
+    option(
         "--out",
         type=Path,
         help="also write a pointer to the result (URI, digest, numbers) to this file",
     )
-    step.add_argument(
+    option(
         "--with-parents", action="store_true", help="first bring the steps it needs to their end"
     )
     add_waiting(step, "a step")
-    step.add_argument(
-        "--key", default="", help="exit with code 2 (bad input) if the step has another key"
-    )
+    option("--key", default="", help="exit with code 2 (bad input) if the step has another key")
     plan = commands.add(
         "plan", _plan, "what would run, resume or be skipped, and why", takes_run=True
     )

@@ -91,13 +91,7 @@ def _export(cfg: RunConfig, arguments: argparse.Namespace) -> int:
         # the settings of another version's run may be unknown here; the export does not need them
         with contextlib.suppress(ConfigError):
             cfg = config_of_run(arguments.of_run, cfg, arguments.params, arguments.set)
-    manifest = export(
-        cfg,
-        arguments.step,
-        arguments.folder,
-        run=arguments.of_run,
-        best=arguments.best,
-        adapter=arguments.adapter,
-    )
+    choice = {"run": arguments.of_run, "best": arguments.best, "adapter": arguments.adapter}
+    manifest = export(cfg, arguments.step, arguments.folder, **choice)
     say(f"{arguments.folder}: {manifest.step} commit {manifest.seq}, digest {manifest.digest[:12]}")
     return 0

@@ -18,17 +18,16 @@ from agentgym.defaults import VIEWER_PORT as PORT
 
 def add(commands: Commands) -> None:
     view = commands.add("view", _view, "pages of what agents did, in a browser")
-    view.add_argument(
-        "runs", nargs="*", metavar="RUN", help="beginnings of names of runs (default: all)"
-    )
-    view.add_argument(
+    option = view.add_argument
+    option("runs", nargs="*", metavar="RUN", help="beginnings of names of runs (default: all)")
+    option(
         "--host",
         default="127.0.0.1",
         help="address to listen at; others than loopback are for networks you trust (default:"
         " %(default)s)",
     )
-    view.add_argument("--port", type=int, help=f"default: {PORT} if it is free, else another")
-    view.add_argument(
+    option("--port", type=int, help=f"default: {PORT} if it is free, else another")
+    option(
         "--name",
         action="append",
         default=[],
@@ -36,22 +35,20 @@ def add(commands: Commands) -> None:
         " at",
     )
 
-    view.add_argument(
+    option(
         "--query",
         default="",
         help="with --bundle, --jsonl and --agentgym: the part after"
         " the ? in the address of a list, for example env=babyai&success=no",
     )
-    view.add_argument(
+    option(
         "--bundle",
         type=Path,
         metavar="FOLDER",
         help="write pages that open from a file, of up to 500 episodes, and end",
     )
-    view.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="write the episodes as JSON lines, and end"
-    )
-    view.add_argument(
+    option("--jsonl", type=Path, metavar="FILE", help="write the episodes as JSON lines, and end")
+    option(
         "--agentgym",
         type=Path,
         metavar="FILE",

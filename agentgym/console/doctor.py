@@ -103,8 +103,7 @@ def _kubernetes(cfg: RunConfig) -> Finding:
     from agentgym.deploy.kube.calls import KubeError, Retries
     from agentgym.deploy.kubernetes import connected, missing, of_fleets
 
-    needed = bool(of_fleets(cfg))
-    if not needed:
+    if not of_fleets(cfg):
         text = "not asked: no environment of this run has env.deploy kubernetes"
         return Finding("kubernetes", True, text, needed=False)
     try:
