@@ -117,10 +117,9 @@ def _add_errors(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
 
     def http(_: Request, error: Exception) -> HTMLResponse:
         assert isinstance(error, HTTPException)
-        message = (
-            str(error.detail) if error.status_code != 404 else "there is no page at this address"
-        )
-        title = "Not found" if error.status_code == 404 else "That cannot be done"
+        title, message = "That cannot be done", str(error.detail)
+        if error.status_code == 404:
+            title, message = "Not found", "there is no page at this address"
         page = pages.render("message.html", title=title, said=message, hint="")
         return HTMLResponse(page, error.status_code)
 

@@ -124,9 +124,7 @@ def add_export(app: FastAPI, viewer: Viewer) -> None:
         query = Query.parse(request.query_params.multi_items())
         rows = viewer.lists.all(query, MOST_LINES)
         headers = {"Content-Disposition": 'attachment; filename="episodes.jsonl"'}
-        return StreamingResponse(
-            export(viewer, rows), media_type="application/x-ndjson", headers=headers
-        )
+        return StreamingResponse(export(viewer, rows), 200, headers, "application/x-ndjson")
 
     @app.get("/bundle.zip")
     def bundled(request: Request) -> Response:

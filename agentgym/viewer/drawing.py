@@ -65,9 +65,7 @@ class Drawing:
         """Agent and objects of a grid, without its walls, in words for screen readers."""
         x, y, direction = self.agent
         way = ("right", "down", "left", "up")[direction % 4]
-        objects = [
-            f"{thing.name} at {thing.x}, {thing.y}" for thing in self.things if thing.kind != "wall"
-        ]
+        objects = [f"{t.name} at {t.x}, {t.y}" for t in self.things if t.kind != "wall"]
         return f"agent at {x}, {y} looking {way}; {'; '.join(objects) or 'nothing else'}"
 
 
@@ -126,15 +124,9 @@ def _grid(content: Mapping[str, Any]) -> Drawing:
         for thing in content["things"][: MAX_CELLS**2]
     )
     inventory = ((f"{carried['color']} {carried['kind']}"[:60], 1),) if carried else ()
-    return Drawing(
-        "grid",
-        str(content["mission"])[:300],
-        width=width,
-        height=height,
-        agent=(int(agent["x"]), int(agent["y"]), int(agent["direction"]) % 4),
-        things=things,
-        held=inventory,
-    )
+    title = str(content["mission"])[:300]
+    agent_at = (int(agent["x"]), int(agent["y"]), int(agent["direction"]) % 4)
+    return Drawing("grid", title, "", width, height, agent_at, things, inventory)
 
 
 def _craft(text: str) -> Drawing:
@@ -188,10 +180,9 @@ def _rooms(state: Mapping[str, Any]) -> Drawing:
         for room in state["rooms"]
     )
     carried = tuple((str(item.get("name", "?")), 1) for item in state["inventory"])
-    score = (
-        f"{state['task']}: {state['description']} (score {state['score']}, {state['moves']} moves)"
-    )
-    return Drawing("rooms", score, held=carried, trees=rooms)
+    score = f"score {state['score']}, {state['moves']} moves"
+    title = f"{state['task']}: {state['description']} ({score})"
+    return Drawing("rooms", title, held=carried, trees=rooms)
 
 
 def _things(things: Any, count: Iterator[int], depth: int) -> Iterator[Node]:

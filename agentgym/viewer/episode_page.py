@@ -57,15 +57,10 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
     @app.get("/e/{address}")
     def episode(address: str, request: Request) -> str:
         entry = viewer.bodies.find(address_in(address))
-        parameters = request.query_params
-        context = episode_page(
-            viewer,
-            entry,
-            overlay=parameters.get("overlay", ""),
-            first=_whole(parameters.get("from", "1")),
-            words=parameters.get("q", ""),
-            listed=parameters.get("list", ""),
-        )
+        get = request.query_params.get
+        mark, q, listed = (get(name, "") for name in ("overlay", "q", "list"))
+        first = _whole(get("from", "1"))
+        context = episode_page(viewer, entry, overlay=mark, first=first, words=q, listed=listed)
         return pages.render("episode.html", **context)
 
     @app.get("/e/{address}/text/{turn}/{part}")
@@ -77,9 +72,8 @@ def add_episode(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         if part not in (PARTS if turn else PARTS[:1]) or not 0 <= turn <= len(record.turns):
             raise HTTPException(404)
         whole = getattr(record.turns[turn - 1], part) if turn else record.first_observation
-        return PlainTextResponse(
-            whole.encode("utf-8", "replace"), headers={"Content-Security-Policy": "sandbox"}
-        )
+        headers = {"Content-Security-Policy": "sandbox"}
+        return PlainTextResponse(whole.encode("utf-8", "replace"), headers=headers)
 
     @app.post("/e/{address}/replay")
     def replay(address: str, request: Request) -> RedirectResponse:

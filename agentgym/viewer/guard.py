@@ -84,10 +84,8 @@ class Guard:
 
 def has_login(headers: Headers, *known: bytes) -> bool:
     """Return True if the one Authorization header has one of these values, in constant time."""
-    credentials = headers.getlist("authorization")
-    return len(credentials) == 1 and any(
-        hmac.compare_digest(credentials[0].encode(), login) for login in known
-    )
+    given = [credentials.encode() for credentials in headers.getlist("authorization")]
+    return len(given) == 1 and any(hmac.compare_digest(given[0], login) for login in known)
 
 
 def after_login(host: str) -> Response:

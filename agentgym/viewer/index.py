@@ -290,12 +290,8 @@ class Index:
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         try:
-            connection = sqlite3.connect(
-                f"{self.path.absolute().as_uri()}?mode={mode}",
-                uri=True,
-                timeout=10.0,
-                check_same_thread=False,
-            )
+            uri = f"{self.path.absolute().as_uri()}?mode={mode}"
+            connection = sqlite3.connect(uri, timeout=10.0, check_same_thread=False, uri=True)
             connection.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
             # the index is derived: a power failure costs only a rebuild
             connection.execute("PRAGMA synchronous = OFF")

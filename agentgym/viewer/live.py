@@ -118,9 +118,8 @@ class Room:
             contender, protocol, playing = invited.contender, invited.protocol, invited.cfg
         async with contextlib.AsyncExitStack() as stack:
             expert = contender is not None and contender.needs_expert
-            endpoints = await run_in_threadpool(
-                lambda: stack.enter_context(self._servers.use(env, expert=expert))
-            )
+            server = self._servers.use(env, expert=expert)
+            endpoints = await run_in_threadpool(stack.enter_context, server)
             pools = await stack.enter_async_context(EnvPools.of([env], {env.name: endpoints}))
             guides = await pools.check([env], allow_expert=True)  # no training uses these episodes
             env_instructions = told_by(guides, protocol)
@@ -134,16 +133,9 @@ class Room:
             instructions = {} if invited is None else invited.instructions(env_instructions)
             settings = protocol.envs[0].episodes(secrets.randbelow(2**31), instructions)
             episode = Episode(item, 1, settings, session.observation)
-            game = Game(
-                secrets.token_urlsafe(12),
-                env,
-                player_name,
-                player,
-                session,
-                episode,
-                contextlib.AsyncExitStack(),
-                env_instructions.get(env.name, ""),
-            )
+            name, told = secrets.token_urlsafe(12), env_instructions.get(env.name, "")
+            resources = contextlib.AsyncExitStack()
+            game = Game(name, env, player_name, player, session, episode, resources, told)
             game.shots.append(await shot_of(session, 0, ""))
             game.over = "" if player.begin(episode) else "there is no room to act"
             await self._look(game)
@@ -220,9 +212,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
     def choose() -> str:
         withheld: list[str] = []
         envs = [(name, asked_of(env)) for name, env in environments(viewer, withheld).items()]
-        return pages.render(
-            "play.html", envs=envs, withheld=withheld, game=None, you=YOU, section="play"
-        )
+        context = {"envs": envs, "withheld": withheld, "game": None, "you": YOU}
+        return pages.render("play.html", **context, section="play")
 
     @app.post("/play")
     async def begin(request: Request) -> RedirectResponse:
@@ -233,9 +224,8 @@ def add_play(app: FastAPI, viewer: Viewer, pages: Pages, room: Room) -> None:
         task = form.get("task", "0")
         if not task.isdecimal() or len(task) > 16 or int(task) >= MAX_TASK:
             raise ConfigError(f"task {task[:20]!r}: expected a number, such as 0 or 17")
-        player_name = (
-            form.get("policy", "").strip() if form.get("who") == "policy" else form.get("who")
-        )
+        who = form.get("who")
+        player_name = form.get("policy", "").strip() if who == "policy" else who
         game = await room.begin(offered[form["env"]], int(task), player_name or YOU)
         return RedirectResponse(f"/play/{game.id}", 303)
 
@@ -280,9 +270,8 @@ def environments(viewer: Viewer, withheld: list[str] | None = None) -> dict[str,
                 if str(missing) not in refused:
                     refused.append(str(missing))
             if env is not None and env not in by_label.values():
-                by_label.setdefault(
-                    f"{env.name} as in {step['name']} {(step['key'] or '')[:6]}", env
-                )
+                origin = f"{step['name']} {(step['key'] or '')[:6]}"
+                by_label.setdefault(f"{env.name} as in {origin}", env)
     for name in PUBLISHED_COUNTS:
         by_label.setdefault(name, EnvConfig(name=name))
     return by_label

@@ -71,13 +71,9 @@ def names_of(reader: sqlite3.Connection) -> Names:
             results[step_id] = weights.get(_weights(row)) or row["policy"] or row["name"]
             steps[step_id] = f"{results[step_id]}, {moment(row['created'])[:16]}"
             runs |= dict.fromkeys(runs_of.get(step_id, ()), steps[step_id])
-    return Names(
-        runs,
-        {run: ", ".join(filter(None, facts[run])) for run in members},
-        steps,
-        results,
-        {row["digest"]: steps[step_id] for step_id, row in rows.items() if row["digest"]},
-    )
+    about = {run: ", ".join(filter(None, facts[run])) for run in members}
+    checkpoints = {row["digest"]: steps[step_id] for step_id, row in rows.items() if row["digest"]}
+    return Names(runs, about, steps, results, checkpoints)
 
 
 def identity_of(row: sqlite3.Row) -> dict[str, Any]:

@@ -195,16 +195,9 @@ class Lists:
         rows = _rows(reader, query, steps, size + 1, few=few)
         more, back = len(rows) > size, bool(query.before)
         rows = rows[:size][:: -1 if back else 1]
-        following = rows and (back or more)
-        preceding = rows and (query.after or (back and more))
-        return Page(
-            rows,
-            facets,
-            total,
-            is_more,
-            _key(query, rows[-1]) if following else "",
-            _key(query, rows[0]) if preceding else "",
-        )
+        following = _key(query, rows[-1]) if rows and (back or more) else ""
+        preceding = _key(query, rows[0]) if rows and (query.after or (back and more)) else ""
+        return Page(rows, facets, total, is_more, following, preceding)
 
     def counts(self) -> list[tuple[Any, ...]]:
         """Return a tuple per combination of FACET_COLUMNS: its values, its number of episodes."""
@@ -280,11 +273,7 @@ def _facets(
     total = 0
     for row in counted:
         row_values = {name: _values(name, row, steps) for name in FACETS}
-        failed = [
-            name
-            for name, chosen in query.facets.items()
-            if not set(chosen).intersection(row_values[name])
-        ]
+        failed = [n for n, chosen in query.facets.items() if not {*chosen} & {*row_values[n]}]
         total += 0 if failed else row[-1]
         for name in FACETS if not failed else failed if len(failed) == 1 else ():
             for value in row_values[name]:

@@ -66,9 +66,8 @@ class Refresher:
                     refreshed.steps += 1
             if refreshed.steps:
                 _name_runs(connection, self._delivered())
-                connection.execute(
-                    "UPDATE meta SET value = ? WHERE name = 'changed'", (secrets.token_hex(8),)
-                )
+                stamp = "UPDATE meta SET value = ? WHERE name = 'changed'"
+                connection.execute(stamp, (secrets.token_hex(8),))
         if refreshed.episodes:
             with self._index.writing() as connection:
                 connection.execute("PRAGMA optimize")
@@ -92,6 +91,7 @@ class Refresher:
         name, key = match["step"], match["key"]
         insert = "INSERT INTO steps(folder, name) VALUES (?, ?) RETURNING id"
         step_id = (known or connection.execute(insert, (folder, name)).fetchone())["id"]
+        execute = connection.execute
         try:
             after = -1 if known is None or known["head"] is None else known["head"]
             commits = self._store.history(name, key, after=max(after - 1, -1))
@@ -100,19 +100,15 @@ class Refresher:
                 refreshed.dropped += _forget(connection, step_id, "")
                 commits, after = self._store.history(name, key), -1
         except (ManifestError, FileNotFoundError) as error:
-            connection.execute("DELETE FROM problems WHERE step_id = ? AND seq = -1", (step_id,))
-            connection.execute(
-                "INSERT INTO problems VALUES (?, -1, ?)", (step_id, plain(str(error)))
-            )
-            connection.execute("UPDATE steps SET mark = ? WHERE id = ?", (mark, step_id))
+            execute("DELETE FROM problems WHERE step_id = ? AND seq = -1", (step_id,))
+            execute("INSERT INTO problems VALUES (?, -1, ?)", (step_id, plain(str(error))))
+            execute("UPDATE steps SET mark = ? WHERE id = ?", (mark, step_id))
             return
         if not commits:
             gone = "collected" if self._store.is_collected(name, key) else ""
             if known is not None and known["head"] is not None:
                 refreshed.dropped += _forget(connection, step_id, gone or "gone")
-            connection.execute(
-                "UPDATE steps SET mark = ?, gone = ? WHERE id = ?", (mark, gone, step_id)
-            )
+            execute("UPDATE steps SET mark = ?, gone = ? WHERE id = ?", (mark, gone, step_id))
             return
         since = refreshed.episodes
         for commit in commits:
@@ -132,11 +128,7 @@ class Refresher:
         that is not a record may have been pruned and is skipped.
         """
         blobs = {**commit.blobs, **commit.records}
-        files = {
-            name: [blobs[name].digest, blobs[name].size]
-            for name in (*FILES, TOKENIZER)
-            if name in blobs
-        }
+        files = {n: [blobs[n].digest, blobs[n].size] for n in (*FILES, TOKENIZER) if n in blobs}
         count = 0
         for number, name in enumerate(FILES):
             if name in files:
@@ -177,10 +169,8 @@ class Refresher:
         try:
             count = 0
             for row, words in _rows(data, origin, commit.created_at):
-                added = connection.execute(INSERT, astuple(row))
-                connection.execute(
-                    "INSERT INTO words(rowid, text) VALUES (?, ?)", (added.lastrowid, words)
-                )
+                added = connection.execute(INSERT, astuple(row)).lastrowid
+                connection.execute("INSERT INTO words(rowid, text) VALUES (?, ?)", (added, words))
                 count += 1
         except RecordError:
             connection.execute("ROLLBACK TO file")
@@ -250,9 +240,8 @@ def _problem(
     connection: sqlite3.Connection, step_id: int, commit: Manifest, error: Exception
 ) -> None:
     logger.warning("%s", error)
-    connection.execute(
-        "INSERT INTO problems VALUES (?, ?, ?)", (step_id, commit.seq, plain(str(error)))
-    )
+    problem = (step_id, commit.seq, plain(str(error)))
+    connection.execute("INSERT INTO problems VALUES (?, ?, ?)", problem)
 
 
 def _name_runs(
@@ -261,9 +250,8 @@ def _name_runs(
     """Rewrite the tables of runs. A run is a step that no other builds on, and its ancestors.
     delivered: MLflow's runs, which give the names. Runs with the same name become one.
     """
-    steps = connection.execute(
-        "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?", (RUNS,)
-    ).fetchall()
+    query = "SELECT * FROM steps WHERE head IS NOT NULL AND name != ?"
+    steps = connection.execute(query, (RUNS,)).fetchall()
     by_digest = {row["digest"]: row for row in steps}
     parents = {row["id"]: json.loads(row["parents"]) for row in steps}
     named = {parent for parent_digests in parents.values() for parent in parent_digests}
@@ -283,9 +271,8 @@ def _name_runs(
         newest = max(row["created"] for row in members.values())
         done = int(all(row["done"] for row in members.values()))
         connection.execute("INSERT INTO runs VALUES (?, ?, ?)", (name, newest, done))
-        connection.executemany(
-            "INSERT INTO run_steps VALUES (?, ?)", [(name, step_id) for step_id in members]
-        )
+        rows = [(name, step_id) for step_id in members]
+        connection.executemany("INSERT INTO run_steps VALUES (?, ?)", rows)
 
 
 def _name_of(

@@ -129,10 +129,9 @@ class Servers:
         with contextlib.ExitStack() as stack:
             try:
                 check_local_env(env)
-                few = env.model_copy(
-                    update={"max_sessions": MAX_SESSIONS, "session_ttl_s": SESSION_TTL_S}
-                )
-                cfg = self._cfg.model_copy(update={"env": few, "mix": ()})
+                limits = {"max_sessions": MAX_SESSIONS, "session_ttl_s": SESSION_TTL_S}
+                few = {"env": env.model_copy(update=limits), "mix": ()}
+                cfg = self._cfg.model_copy(update=few)
                 endpoints = stack.enter_context(environment_servers(cfg, expert))
             except (ConfigError, RuntimeError, OSError) as error:
                 first = str(error).strip().splitlines()[0]
@@ -201,16 +200,14 @@ class Replays:
         """Return an episode's stored replay. None if there is none with the environment's present
         code, or it was removed as one of the oldest.
         """
+        about = "SELECT said, agrees FROM replays WHERE key = ?"
+        drawn = "SELECT turn, media_type, data, differs FROM shots WHERE key = ? ORDER BY turn"
+        key = (_key(entry),)
         with contextlib.closing(self._connect()) as connection:
-            row = connection.execute(
-                "SELECT said, agrees FROM replays WHERE key = ?", (_key(entry),)
-            ).fetchone()
+            row = connection.execute(about, key).fetchone()
             if row is None:
                 return None
-            shots = connection.execute(
-                "SELECT turn, media_type, data, differs FROM shots WHERE key = ? ORDER BY turn",
-                (_key(entry),),
-            ).fetchall()
+            shots = connection.execute(drawn, key).fetchall()
         agrees = None if row[1] is None else bool(row[1])
         return Replay(row[0], agrees, [Shot(*shot) for shot in shots])
 
@@ -318,10 +315,8 @@ async def replay(episode: Trajectory, env: EnvConfig, endpoints: Sequence[str]) 
     async with asyncio.timeout(LIMIT_S), EnvPools.of([env], {env.name: endpoints}) as pools:
         await pools.check([env], allow_expert=True)  # no training uses these episodes
         async with pools.session(episode.item, f"view-{uuid.uuid4().hex}") as session:
-            differs = _difference(
-                ("first observation", session.observation, episode.first_observation)
-            )
-            shots, ended = [await shot_of(session, 0, differs)], None
+            first = ("first observation", session.observation, episode.first_observation)
+            shots, ended = [await shot_of(session, 0, _difference(first))], None
             for number, turn in enumerate(episode.turns, 1):
                 if ended:
                     differs = f"the environment had ended the task at turn {number - 1}"
@@ -342,9 +337,8 @@ def _verdict(episode: Trajectory, shots: Sequence[Shot], ended: Status | None) -
     if first is not None:
         where = f"turn {first.turn}" if first.turn else "the beginning"
         return f"the replay differs from the record at {where}: {first.differs}", False
-    as_played = ended or (
-        Status.MAX_TURNS if len(episode.turns) >= episode.max_turns else Status.MAX_TOKENS
-    )
+    all_turns = len(episode.turns) >= episode.max_turns
+    as_played = ended or (Status.MAX_TURNS if all_turns else Status.MAX_TOKENS)
     is_given_up = ended is None and episode.status is Status.MAX_TURNS
     if episode.status.is_valid and as_played is not episode.status and not is_given_up:
         return f"the replay ends as {as_played}, the record as {episode.status}", False

@@ -55,12 +55,9 @@ def beside(entries: Sequence[IndexedEpisode]) -> EpisodeColumns:
     for turns in actions[1:]:
         common = min(common, (parting(actions[0], turns) or common + 1) - 1)
     rewards = [entry.row["reward"] for entry in entries if entry.row["reward"] is not None]
-    return EpisodeColumns(
-        columns,
-        common,
-        len(rewards) > 1 and len(set(rewards)) == 1,
-        sum(bool(entry.row["excluded"]) for entry in entries),
-    )
+    same_outcome = len(rewards) > 1 and len(set(rewards)) == 1
+    excluded = sum(bool(entry.row["excluded"]) for entry in entries)
+    return EpisodeColumns(columns, common, same_outcome, excluded)
 
 
 def parting(first: Sequence[str], other: Sequence[str]) -> int | None:
@@ -109,10 +106,8 @@ def attempts_of(
     for row in rows:
         step = steps[row["step_id"]]
         key = tuple(row[name] for name in ("step_id", "at", "split", "temperature"))
-        attempts = by_key.setdefault(
-            key, Attempts(step, row["at"], row["split"], row["temperature"], [])
-        )
-        attempts.episodes.append((address_of(row, step), row))
+        new = Attempts(step, row["at"], row["split"], row["temperature"], [])
+        by_key.setdefault(key, new).episodes.append((address_of(row, step), row))
     return sorted(by_key.values(), key=lambda attempts: (attempts.step["created"], attempts.at))
 
 
@@ -182,22 +177,16 @@ def versus(
         for row in rows
         if row["old"] != row["new"]
     ]
-    results = [
-        _result(reader, step, identity)
-        for step, identity in zip((before, after), identities, strict=True)
-    ]
+    pairs = zip((before, after), identities, strict=True)
+    results = [_result(reader, step, identity) for step, identity in pairs]
     try:
         decisions, why_not = compare(align(*results), confidence=CONFIDENCE), ""
     except ValueError as error:
         decisions, why_not = {}, str(error)
-    return Versus(
-        decisions,
-        [flip for flip in flips if flip.won],
-        [flip for flip in flips if not flip.won],
-        len(rows),
-        _families(rows),
-        why_not if rows else "they have no item and sample in common that counts in both",
-    )
+    won, lost = ([flip for flip in flips if flip.won is succeeds] for succeeds in (True, False))
+    if not rows:
+        why_not = "they have no item and sample in common that counts in both"
+    return Versus(decisions, won, lost, len(rows), _families(rows), why_not)
 
 
 def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str, Any]) -> Result:
@@ -211,14 +200,8 @@ def _result(reader: sqlite3.Connection, step: sqlite3.Row, identity: Mapping[str
         (step["id"],),
     ):
         outcome = Outcome.ENV_ERROR if row["reward"] is None else Outcome.SCORED
-        slots[row["item"], row["sample"]] = Slot(
-            row["env"],
-            row["item"],
-            row["sample"],
-            outcome=outcome,
-            success=bool(row["success"]),
-            family=row["family"] or None,
-        )
+        key, success, family = (row["item"], row["sample"]), bool(row["success"]), row["family"]
+        slots[key] = Slot(row["env"], *key, None, outcome, success, family=family or None)
     return Result(identity, tuple(slots.values()))
 
 
@@ -226,16 +209,11 @@ def _families(rows: Sequence[sqlite3.Row]) -> list[tuple[str, str, int, float, f
     by_family: dict[tuple[str, str], list[sqlite3.Row]] = {}
     for row in rows:
         by_family.setdefault((row["env"], row["family"]), []).append(row)
-    return [
-        (
-            env,
-            family,
-            len(family_rows),
-            sum(row["old"] for row in family_rows) / len(family_rows),
-            sum(row["new"] for row in family_rows) / len(family_rows),
-        )
-        for (env, family), family_rows in sorted(by_family.items())
-    ]
+    table = []
+    for (env, family), its in sorted(by_family.items()):
+        before, after = (sum(row[name] for row in its) / len(its) for name in ("old", "new"))
+        table.append((env, family, len(its), before, after))
+    return table
 
 
 MOST_ATTEMPTS = 3_000  # episodes of an item on its page
@@ -277,16 +255,9 @@ def add_study(app: FastAPI, viewer: Viewer, pages: Pages) -> None:
         if not attempts:
             raise Gone(f"no episode of {item[:80]} is on record")
         total = sum(len(attempt.episodes) for attempt in attempts)
-        return pages.render(
-            "item.html",
-            item=item,
-            attempts=attempts,
-            total=total,
-            cut=total >= MOST_ATTEMPTS,
-            most=MOST,
-            names=viewer.names,
-            stamp=viewer.index.stamp,
-        )
+        context = {"item": item, "attempts": attempts, "names": viewer.names, "most": MOST}
+        sums = {"total": total, "cut": total >= MOST_ATTEMPTS}
+        return pages.render("item.html", **context, **sums, stamp=viewer.index.stamp)
 
     @app.get("/compare")
     def compare(a: str = "", b: str = "") -> str:
@@ -310,8 +281,7 @@ def _compared(viewer: Viewer, a: str, b: str) -> dict[str, Any]:
     steps = viewer.bodies.steps()
     known = results(steps)
     by_folder = {step["folder"]: step for step in known}
-    missing = [folder for folder in (a, b) if folder and folder not in by_folder]
-    if missing:
+    if missing := [folder for folder in (a, b) if folder and folder not in by_folder]:
         raise BadQuery(f"{missing[0][:80]!r} is no result that is known here")
     comparison: Versus | None = None
     questions: list[str] = []
@@ -386,10 +356,8 @@ def _trained(viewer: Viewer, run: str) -> dict[str, Any]:
     if run and run not in members:
         raise BadQuery(f"{run[:80]!r} is no run that has trained here")
     run = run or next(iter(members), "")
-    step_ids = [
-        row["step_id"]
-        for row in reader.execute("SELECT step_id FROM run_steps WHERE run = ?", (run,))
-    ]
+    query = "SELECT step_id FROM run_steps WHERE run = ?"
+    step_ids = [row["step_id"] for row in reader.execute(query, (run,))]
     row = reader.execute("SELECT done FROM runs WHERE name = ?", (run,)).fetchone()
     stopped = viewer.why_stopped(run) if row is not None and not row["done"] else ""
     return {

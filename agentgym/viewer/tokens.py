@@ -54,9 +54,7 @@ def numbers_of(episode: Trajectory) -> dict[int, Numbers]:
     learned = episode.learned or Learned()
     columns = (learned.logprobs, learned.entropies, learned.advantages, learned.ratios)
     sampled = [i for i, flag in enumerate(episode.action_mask) if flag]
-    versions = {
-        position: turn.version for turn in episode.turns for position in range(turn.start, turn.end)
-    }
+    versions = {at: turn.version for turn in episode.turns for at in range(turn.start, turn.end)}
     newest = max(versions.values(), default=0)
     engine = episode.engine_logprobs
     return {
@@ -113,9 +111,7 @@ class TokenView:
     def __init__(self, episode: Trajectory, overlay: str, decode: Decode) -> None:
         self._ids, self._overlay, self._decode = episode.input_ids, overlay, decode
         self._numbers = numbers = numbers_of(episode)
-        self._largest = max(
-            (abs(token.advantage or 0.0) for token in numbers.values()), default=0.0
-        )
+        self._largest = max((abs(t.advantage or 0.0) for t in numbers.values()), default=0.0)
         self._oldest = min((token.version for token in numbers.values()), default=0)
 
     def span(self, begin: int, end: int) -> list[Token]:

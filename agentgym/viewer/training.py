@@ -183,9 +183,7 @@ def _by(name: str, shares: Sequence[sqlite3.Row]) -> dict[str, list[Share]]:
     for row in shares:
         at = by_key.setdefault(row[name], {}).setdefault(row["at"], [0, 0])
         at[0], at[1] = at[0] + row["won"], at[1] + row["n"]
-    return {
-        key: [(at, won, n) for at, (won, n) in by_step.items()] for key, by_step in by_key.items()
-    }
+    return {key: [(at, won, n) for at, (won, n) in sums.items()] for key, sums in by_key.items()}
 
 
 def _agreement(reader: sqlite3.Connection, train: str, values: list[int]) -> Chart | None:
@@ -229,21 +227,13 @@ def _charts(reader: sqlite3.Connection, train: str, where: str, values: list[int
     shares: dict[str, dict[int, float]] = {row["status"]: {} for row in statuses}
     for row in statuses:
         shares[row["status"]][row["at"]] = row["n"] / totals[row["at"]]
-    success = {
-        "training": of("success"),
-        "other splits": [(row["at"], row["success"]) for row in evaluated],
-    }
+    endings = {n: [(at, by_at.get(at, 0.0)) for at in totals] for n, by_at in shares.items()}
+    others = [(row["at"], row["success"]) for row in evaluated]
+    success = {"training": of("success"), "other splits": others}
     charts = [
         line_chart("success", {n: points for n, points in success.items() if points}, share=True),
         _agreement(reader, train, values),
-        line_chart(
-            "how episodes end",
-            {
-                name: [(at, by_step.get(at, 0.0)) for at in totals]
-                for name, by_step in shares.items()
-            },
-            share=True,
-        ),
+        line_chart("how episodes end", endings, share=True),
         line_chart("turns, and the horizon", {"turns": of("turns"), "horizon": of("horizon")}),
         line_chart("tokens the policy sampled", {"tokens": of("sampled")}),
         line_chart("staleness: updates behind", {"oldest weights": of("staleness")}),

@@ -58,18 +58,9 @@ class Viewer:
         store = open_store(cfg)
         folder, root = cfg.state_dir / FOLDER, store.root
         root = root if root.startswith("s3://") else str(Path(root).absolute())
-        index = Index(Index.place(folder, root), root)
-        servers = Servers(cfg)
-        return cls(
-            cfg,
-            store,
-            index,
-            Lists(index),
-            Bodies(store, index),
-            servers,
-            Replays(folder / "replays.sqlite", servers),
-            runs,
-        )
+        index, servers = Index(Index.place(folder, root), root), Servers(cfg)
+        bodies, replays = Bodies(store, index), Replays(folder / "replays.sqlite", servers)
+        return cls(cfg, store, index, Lists(index), bodies, servers, replays, runs)
 
     def refresh(self) -> Refreshed:
         """Update index and leases, as the index's writer. Rebuild a damaged index once.
