@@ -282,11 +282,8 @@ def _check_comparable(a: Cell, b: Cell) -> None:
         return
     for name in ("env", "evaluation"):
         ours, theirs = (cell.cfg.semantic()[name] for cell in (a, b))
-        differ = sorted(
-            key
-            for key in ours
-            if ours[key] != theirs[key] and (name, key) != ("evaluation", "temperature")
-        )
+        free = ("evaluation", "temperature")
+        differ = sorted(k for k in ours if ours[k] != theirs[k] and (name, k) != free)
         if differ:
             raise ConfigError(
                 f"contrasts: {a.row} and {b.row} differ in {name}.{differ[0]}; compare rows that"

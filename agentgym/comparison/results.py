@@ -310,11 +310,8 @@ def _column_json(row: Row) -> dict[str, Any]:
 
 def _by_axis(costs: Sequence[Mapping[str, float]], digits: int) -> dict[str, list[float | None]]:
     """Return axis -> costs rounded to `digits`, for axes in all `costs`; older ones have fewer."""
-    return {
-        axis: [_round(cost[axis], digits) for cost in costs]
-        for axis in AXES
-        if all(axis in cost for cost in costs)
-    }
+    shared = [axis for axis in AXES if all(axis in cost for cost in costs)]
+    return {axis: [_round(cost[axis], digits) for cost in costs] for axis in shared}
 
 
 def _read_cell(cell: Cell, answers: dict[str, Manifest]) -> CellResult:

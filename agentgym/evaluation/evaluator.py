@@ -138,13 +138,10 @@ def protocol_of_step(cfg: RunConfig, items: Items) -> EvaluationProtocol:
         num = {"num": len(items[env_protocol.env.name])}
         listed = env_protocol.items.model_copy(update=num)
         envs.append(env_protocol.model_copy(update={"items": listed}))
-    return protocol.model_copy(
-        update={
-            "envs": tuple(envs),
-            "fail_on_error": int((1 - settings.min_coverage) * num_episodes + 1e-9),
-            "chunk_episodes": settings.chunk_items * (1 + settings.num_samples),
-        }
-    )
+    most_failed = int((1 - settings.min_coverage) * num_episodes + 1e-9)
+    chunk = settings.chunk_items * (1 + settings.num_samples)
+    update = {"envs": tuple(envs), "fail_on_error": most_failed, "chunk_episodes": chunk}
+    return protocol.model_copy(update=update)
 
 
 def require_coverage(ledger: Ledger, least: float) -> None:

@@ -354,13 +354,9 @@ def first_evidence(result: Result) -> Evidence:
 
 def paired_evidence(champion: Result, candidate: Result) -> Evidence:
     """Return the evidence about a candidate and the current champion. Errors: Incomparable."""
-    return Evidence(
-        align(champion, candidate),
-        True,
-        (candidate.coverage, champion.coverage),
-        (candidate.digest, champion.digest),
-        (_tokens(candidate), _tokens(champion)),
-    )
+    coverage, digests = (candidate.coverage, champion.coverage), (candidate.digest, champion.digest)
+    tokens = (_tokens(candidate), _tokens(champion))
+    return Evidence(align(champion, candidate), True, coverage, digests, tokens)
 
 
 def _tokens(result: Result) -> float | None:

@@ -252,20 +252,16 @@ class Promotions:
         who: str,
     ) -> Entry:
         standing = self.standing(opened.entries)
-        looks = sum(
-            earlier.decision.get("item_set") == evidence.item_set
-            for earlier in opened.entries
-            if earlier.before is not None
-        )
+        earlier = [e.decision.get("item_set") for e in opened.entries if e.before is not None]
+        looks = earlier.count(evidence.item_set)
         known = replace(evidence, drift=standing.drift, num_looks=looks)
         judgement = judge(rules, known)
         champion = standing.champion
         after = candidate if judgement.verdict == "PROMOTE" else champion
         decision = {**decision_json(rules, known, judgement), MADE_IN: self.made_in}
         models, why = (candidate, champion, after), judgement.why
-        return self._add(
-            opened, Entry("judged", identity, *models, who, time.time(), why, decision)
-        )
+        entry = Entry("judged", identity, *models, who, time.time(), why, decision)
+        return self._add(opened, entry)
 
     def force(self, version: Version, why: str, kind: Kind = "forced") -> Entry:
         """Record a person's decision to move the alias to `version`, move it, and return the entry.
