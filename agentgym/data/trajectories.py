@@ -350,8 +350,8 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     ]
     table = pd.DataFrame(
         {
-            "sender": [str(message.get("from")) for _, _, message in messages],
-            "expected": ["gpt" if turn % 2 else "human" for _, turn, _ in messages],
+            "sender": [json.dumps(message.get("from")) for _, _, message in messages],
+            "expected": ['"gpt"' if turn % 2 else '"human"' for _, turn, _ in messages],
             "length": [_length(message.get("value")) for _, _, message in messages],
             "is_action": [
                 bool(turn % 2) and turn > _first(rows[index]) for index, turn, _ in messages
@@ -361,7 +361,7 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     ).astype({"sender": str, "expected": str, "length": int, "is_action": bool, "loss": str})
     schema = pa.DataFrameSchema(
         {
-            "sender": pa.Column(str, pa.Check.isin(["human", "gpt"], error="sender")),
+            "sender": pa.Column(str, pa.Check.isin(['"human"', '"gpt"'], error="sender")),
             "expected": pa.Column(str),
             "length": pa.Column(int, pa.Check.ge(0, error="text")),
             "is_action": pa.Column(bool),

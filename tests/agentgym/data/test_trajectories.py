@@ -111,6 +111,10 @@ REFUSED = [
     ),
     ({"item_id": "babyai_1", "conversations": [human("a"), "left"]}, "message 1 is from null"),
     (
+        {"item_id": "babyai_1", "conversations": [human("a"), {"from": "\ud83d", "value": "b"}]},
+        r'message 1 is from "\ud83d"; expected human or gpt',
+    ),
+    (
         {"item_id": "babyai_1", "conversations": [human("a"), gpt(["left"])]},
         'message 1 has the value ["left"], which is no text',
     ),
