@@ -8,9 +8,10 @@ failures of an environment hit good and bad episodes alike; forged failures do n
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+
+from scipy.special import bdtr  # binomial probability of at most k hits in n tries
 
 from agentgym.audit.findings import Checks
 from agentgym.audit.sampling import weights_of_versions
@@ -27,6 +28,7 @@ from agentgym.store.runstore import RunStore
 from agentgym.types import Status, Trajectory
 
 MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were probably chosen
+LEAST_CHANCE = 1e-300  # the least that a failure states: smaller ones underflow to 0
 
 
 def check_excluded(
@@ -192,21 +194,14 @@ def _check_chance(
         ("would have succeeded", num_succeeded, share),
         ("would have failed", num_failed, 1 - share),
     ):
-        chance = at_most(num_hits, len(outcomes), rate)
+        chance = bdtr(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:
+            less = "less than " if chance < LEAST_CHANCE else ""
             checks.fail(
                 f"{name}: {status} on {len(outcomes)} items, of which played again {num_hits}"
                 f" {what}; from the episodes that count {rate * len(outcomes):.1f} are expected,"
-                f" and so few come by chance once in {1 / chance:.0e} runs"
+                f" and so few come by chance {less}once in {1 / max(chance, LEAST_CHANCE):.0e} runs"
             )
-
-
-def at_most(num_hits: int, num_tries: int, rate: float) -> float:
-    """Binomial probability of at most `num_hits` hits in `num_tries` tries."""
-    return math.fsum(
-        math.comb(num_tries, hits) * rate**hits * (1 - rate) ** (num_tries - hits)
-        for hits in range(num_hits + 1)
-    )
 
 
 def _bounds(valid: Sequence[Trajectory], left_out: Sequence[Trajectory]) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from agentgym.audit import audit
-from agentgym.audit.excluded import MAX_CHANCE, _check_chance, at_most
+from agentgym.audit.excluded import _check_chance
 from agentgym.audit.findings import Checks
 from agentgym.types import Item, Status, Trajectory, Turn
 
@@ -194,8 +194,24 @@ def test_deadlines_pass_in_long_episodes_which_fail():
     assert checks.num_failures == 0, checks.failures
 
 
-def test_the_chance_of_few_hits_is_that_of_a_binomial():
-    assert at_most(0, 3, 0.5) == pytest.approx(1 / 8)
-    assert at_most(1, 3, 0.5) == pytest.approx(4 / 8)
-    assert at_most(3, 3, 0.2) == pytest.approx(1.0)
-    assert at_most(0, 20, 0.5) < MAX_CHANCE < at_most(0, 19, 0.5)
+@pytest.mark.parametrize(
+    ("num_items", "num_hits", "rarity"),
+    [
+        (19, 0, None),  # 2**-19
+        (20, 0, "once in 1e+06"),
+        (24, 1, None),  # 25 * 2**-24 is above the limit, 26 * 2**-25 below it
+        (25, 1, "once in 1e+06"),
+        (1_500, 740, None),  # a sum of 741 terms, with factors beyond the largest float
+        (2_000, 0, "less than once in 1e+300"),  # 2**-2000 is 0 in floating point
+    ],
+)
+def test_the_chance_of_few_hits_is_that_of_a_binomial(num_items, num_hits, rarity):
+    """As many turns of successes as of failures: each item succeeds with probability 1/2."""
+    valid = [an_episode(task, Status.TERMINATED, task < 50, 6) for task in range(100)]
+    left_out = [an_episode(task, Status.ENV_ERROR, False, 6) for task in range(num_items)]
+    outcomes = {f"babyai_{task}": [task < num_hits] for task in range(num_items)}
+    checks = Checks("excluded")
+    _check_chance(LAST, Status.ENV_ERROR, outcomes, left_out, valid, checks)
+    assert [f"come by chance {rarity} runs" in each for each in checks.failures] == (
+        [True] if rarity else []
+    )
