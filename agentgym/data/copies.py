@@ -32,16 +32,8 @@ def keep_data(cfg: RunConfig, store: RunStore) -> str:
     if store.final(STEP, digest) is None:
         with store.open(STEP, digest) as writer:
             if writer.head is None:
-                writer.commit(
-                    done=True,
-                    state={},
-                    parents={},
-                    config={},
-                    blobs={name: path.read_bytes() for name, path in files.items()},
-                    records={},
-                    results={"files": len(files)},
-                    timings={},
-                )
+                blobs = {name: path.read_bytes() for name, path in files.items()}
+                writer.commit(done=True, config={}, blobs=blobs, results={"files": len(files)})
         logger.info("data %s: %d files are in the store", digest[:12], len(files))
     return digest
 

@@ -33,6 +33,7 @@ PUBLISHED = Path("data/hub/AgentGym-RL-Data-ID")
 
 _FILES = {"train": "train/{env}_train.json", "eval": "eval/{env}_test.json"}
 SPLITS = ("train", "validation", "test")
+HALF_PAIR = re.compile("[\ud800-\udfff]")  # half a surrogate pair, which no file or server takes
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -182,25 +183,27 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
     rows = [(item_id, *parse_item_id(item_id), split) for split in _FILES for item_id in ids[split]]
     _validate(rows, env, path)
 
-    train: list[Item] = []
-    validation: list[Item] = []
-    test: list[Item] = []
+    items: dict[str, list[Item]] = {name: [] for name in SPLITS}
     for _, _, task_id, split in rows:
-        if split == "eval":
-            test.append(Item(env, task_id, "test"))
-        elif _share(seed, f"{env}_{task_id}") < validation_fraction:
-            validation.append(Item(env, task_id, "validation"))
-        else:
-            train.append(Item(env, task_id, "train"))
-    for name, items in (("train", train), ("validation", validation)):
-        if not items:
+        is_set_aside = _share(seed, f"{env}_{task_id}") < validation_fraction
+        name = "test" if split == "eval" else "validation" if is_set_aside else "train"
+        items[name].append(Item(env, task_id, name))
+    for name in ("train", "validation"):
+        if not items[name]:
             raise DataError(
                 f"{env}: no item is left for {name}: {len(ids['train'])} train items at"
                 f" data.validation_fraction {validation_fraction}; add items or change the fraction"
             )
     canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    return Splits(tuple(train), tuple(validation), tuple(test), digest, _count_warnings(env, ids))
+    published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
+    warnings = tuple(
+        f"{env}: {len(ids[split])} {split} items, published are {count}; results do not compare"
+        for split, count in published
+        if count is not None and count != len(ids[split])
+    )
+    parts = {name: tuple(part) for name, part in items.items()}
+    return Splits(**parts, digest=digest, warnings=warnings)
 
 
 def parse_item_id(item_id: str) -> tuple[str, int]:
@@ -304,16 +307,10 @@ class _Epochs:
         epoch's last third.
         """
         order = self._shuffle(epoch)
-        if epoch == 0:
-            return order
         # rearranging only the first two thirds keeps the last third independent of earlier epochs
         cut = len(order) - len(order) // 3
-        recent = set(self._shuffle(epoch - 1)[cut:])
-        return (
-            [i for i in order[:cut] if i not in recent]
-            + [i for i in order[:cut] if i in recent]
-            + order[cut:]
-        )
+        recent = set(self._shuffle(epoch - 1)[cut:] if epoch else ())
+        return sorted(order[:cut], key=recent.__contains__) + order[cut:]  # in order, recent last
 
     def _shuffle(self, epoch: int) -> list[int]:
         generator = np.random.Generator(
@@ -384,7 +381,7 @@ def _read_ids(root: Path, name: str) -> list[str]:
     for position, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("item_id"), str):
             raise DataError(f"{expected}; entry {position} is {json.dumps(row)[:80]}")
-        if re.search("[\ud800-\udfff]", row["item_id"]):
+        if HALF_PAIR.search(row["item_id"]):
             raise DataError(
                 f"{path}: the item_id of entry {position} holds half a surrogate pair"
                 f" ({json.dumps(row['item_id'])[:80]}), which no file or server takes; correct it"
@@ -424,15 +421,6 @@ def _validate(rows: Sequence[tuple[str, str, int, str]], env: str, path: Path) -
     for culprits, advice in rules:
         if culprits:
             raise DataError(f"{path}, {env}: {first_of(list(dict.fromkeys(culprits)))} {advice}")
-
-
-def _count_warnings(env: str, ids: dict[str, list[str]]) -> tuple[str, ...]:
-    published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
-    return tuple(
-        f"{env}: {len(ids[split])} {split} items, published are {count}; results do not compare"
-        for split, count in published
-        if count is not None and count != len(ids[split])
-    )
 
 
 def _share(seed: int, item_id: str) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 from agentgym.config import RunConfig, first_of
 from agentgym.data.items import (
+    HALF_PAIR,
     DataError,
     Splits,
     data_digest,
@@ -35,6 +35,9 @@ RECORDED = "trajectories.json"  # name of a run's copy of them
 FILE = "{env}_trajectories.json"
 MAX_FILE_BYTES = 1 << 30
 MAX_REPLY_CHARS = 16_384  # an environment server's limit for an action
+SENDERS = ("human", "gpt")  # who take turns in a conversation
+Columns = dict[str, tuple[type, list[Any]]]  # name -> type and value of each row
+Rules = dict[str, Callable[[Any], Any]]  # reason, with columns in braces -> rows that hold, of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,8 @@ class Recorded:
     file: str = field(default="", compare=False)
     row: int = field(default=0, compare=False)  # in that file, from 0
 
-    @property
-    def where(self) -> str:
-        return f"{self.file} row {self.row}"
-
-    def to_json(self) -> dict[str, Any]:
-        return {"item_id": self.item.item_id, "replies": list(self.replies)}
+    def refused(self, reason: str) -> Refusal:
+        return Refusal(self.file, self.row, reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def read_files(
         refused += outside(recorded, splits)
         pairs = [(trajectory, first.setdefault(trajectory, trajectory)) for trajectory in recorded]
         refused += [
-            Refusal(trajectory.file, trajectory.row, f"repeats {earlier.where}")
+            trajectory.refused(f"repeats {earlier.file} row {earlier.row}")
             for trajectory, earlier in pairs
             if earlier is not trajectory
         ]
@@ -143,7 +142,7 @@ def outside(recorded: Sequence[Recorded], splits: Mapping[str, Splits]) -> list[
         elif item.item_id not in known:
             reason = f"{item.item_id} is not in the train list of {item.env}"
         if reason:
-            refusals.append(Refusal(trajectory.file, trajectory.row, reason))
+            refusals.append(trajectory.refused(reason))
     return refusals
 
 
@@ -167,7 +166,7 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
         path = _file_of(folder, env)
         _, recorded, refusals = read_file(path)
         foreign = [
-            Refusal(trajectory.file, trajectory.row, f"is of {trajectory.item.env}")
+            trajectory.refused(f"is of {trajectory.item.env}")
             for trajectory in recorded
             if trajectory.item.env != env
         ]
@@ -207,9 +206,8 @@ def _file_of(folder: Path, env: str) -> Path:
 
 def encode(recorded: Sequence[Recorded]) -> bytes:
     """Encode items and replies as JSON; equal ones give equal bytes. `decode` inverts this."""
-    return json.dumps(
-        [trajectory.to_json() for trajectory in recorded], separators=(",", ":")
-    ).encode()
+    rows = [{"item_id": one.item.item_id, "replies": list(one.replies)} for one in recorded]
+    return json.dumps(rows, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> list[Recorded]:
@@ -251,16 +249,10 @@ def write(folder: Path, rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     for row in rows:
         by_env.setdefault(parse_item_id(row["item_id"])[0], []).append(row)
     for env, env_rows in by_env.items():
-        text = json.dumps(
-            [
-                {"item_id": row["item_id"], "conversations": row["conversations"]}
-                for row in env_rows
-            ],
-            indent=1,
-            ensure_ascii=False,
-        )
+        some = [{key: row[key] for key in ("item_id", "conversations")} for row in env_rows]
+        text = json.dumps(some, indent=1, ensure_ascii=False)
         (folder / FILE.format(env=env)).write_text(text + "\n", encoding="utf-8")
-    return dict(Counter(parse_item_id(row["item_id"])[0] for row in rows))
+    return {env: len(env_rows) for env, env_rows in by_env.items()}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -284,11 +276,8 @@ def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     A message that is no object becomes {}.
     """
     conversation = row.get("conversations")
-    messages = (
-        [message if isinstance(message, dict) else {} for message in conversation]
-        if isinstance(conversation, list)
-        else []
-    )
+    some = conversation if isinstance(conversation, list) else []
+    messages = [message if isinstance(message, dict) else {} for message in some]
     return messages[1:] if messages and messages[0].get("from") == "system" else messages
 
 
@@ -300,104 +289,67 @@ def _first(row: Mapping[str, Any]) -> int:
     return 2 if len(messages) > 1 and messages[1].get("loss") is False else 0
 
 
-def _replies(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(message["value"] for message in _conversation(row)[_first(row) + 1 :: 2])
+def _replies(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(message.get("value") for message in _conversation(row)[_first(row) + 1 :: 2])
 
 
 def _check_rows(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return row index -> reason, for rows with an invalid id or conversation, or no reply."""
-    # pandas and pandera take seconds to import
-    import pandas as pd
-    import pandera.pandas as pa
-
-    table = pd.DataFrame(
-        {
-            "task_id": [_task_id(row.get("item_id")) for row in rows],
-            "kind": [type(row.get("conversations")).__name__ for row in rows],
-            "num_replies": [len(_conversation(row)[_first(row) + 1 :: 2]) for row in rows],
-        }
-    )
-    schema = pa.DataFrameSchema(
-        {
-            "task_id": pa.Column(int, pa.Check.ge(0, error="item_id")),
-            "kind": pa.Column(str, pa.Check.eq("list", error="conversations")),
-            "num_replies": pa.Column(int, pa.Check.ge(1, error="replies")),
-        },
-        strict=True,
-    )
-    describe: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "item_id": lambda row: (
-            f"item_id {json.dumps(row.get('item_id'))[:80]} is not `<env>_<index>`"
-        ),
-        "conversations": lambda row: (
-            f"conversations is {json.dumps(row.get('conversations'))[:40]}, not a list"
-        ),
-        "replies": lambda row: "holds no reply of the agent",
+    ids, talks = ([row.get(name) for row in rows] for name in ("item_id", "conversations"))
+    columns: Columns = {
+        "item_id": (str, [json.dumps(item_id)[:80] for item_id in ids]),
+        "task_id": (int, [_task_id(item_id) for item_id in ids]),
+        "other": (str, ["" if isinstance(talk, list) else json.dumps(talk)[:40] for talk in talks]),
+        "num_replies": (int, [len(_replies(row)) for row in rows]),
     }
-    failures = _failures(schema, table, list(describe))
-    return {index: describe[check](rows[index]) for index, check in failures.items()}
+    rules: Rules = {
+        "item_id {item_id} is not `<env>_<index>`": lambda t: t["task_id"] >= 0,
+        "conversations is {other}, not a list": lambda t: t["other"] == "",
+        "holds no reply of the agent": lambda t: t["num_replies"] >= 1,
+    }
+    return _broken(columns, rules)
 
 
 def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Return row index -> the reason to refuse that row: its first invalid message."""
-    import pandas as pd
-    import pandera.pandas as pa
-
     messages = [
         (index, turn, message)
         for index, row in enumerate(rows)
         for turn, message in enumerate(_conversation(row))
     ]
-    table = pd.DataFrame(
-        {
-            "sender": [json.dumps(message.get("from")) for _, _, message in messages],
-            "expected": ['"gpt"' if turn % 2 else '"human"' for _, turn, _ in messages],
-            "length": [_length(message.get("value")) for _, _, message in messages],
-            "is_action": [
-                bool(turn % 2) and turn > _first(rows[index]) for index, turn, _ in messages
-            ],
-            "loss": [json.dumps(message.get("loss")) for _, _, message in messages],
-        }
-    ).astype({"sender": str, "expected": str, "length": int, "is_action": bool, "loss": str})
-    schema = pa.DataFrameSchema(
-        {
-            "sender": pa.Column(str, pa.Check.isin(['"human"', '"gpt"'], error="sender")),
-            "expected": pa.Column(str),
-            "length": pa.Column(int, pa.Check.ge(0, error="text")),
-            "is_action": pa.Column(bool),
-            "loss": pa.Column(str, pa.Check.isin(["true", "false", "null"], error="flag")),
-        },
-        checks=[
-            pa.Check(lambda t: t["sender"] == t["expected"], error="turns"),
-            pa.Check(lambda t: ~t["is_action"] | (t["length"] <= MAX_REPLY_CHARS), error="long"),
-            pa.Check(lambda t: ~t["is_action"] | (t["loss"] != "false"), error="loss"),
-        ],
-        strict=True,
+    senders, values, losses = (
+        [message.get(name) for _, _, message in messages] for name in ("from", "value", "loss")
     )
-    describe: dict[str, Callable[[Mapping[str, Any]], str]] = {
-        "sender": lambda message: (
-            f"is from {json.dumps(message.get('from'))[:40]}; expected human or gpt"
+    acts = [bool(turn % 2) and turn > _first(rows[index]) for index, turn, _ in messages]
+    others = ["" if _length(value) >= 0 else json.dumps(value)[:40] for value in values]
+    columns: Columns = {
+        "sender": (str, [who if who in SENDERS else json.dumps(who)[:40] for who in senders]),
+        "expected": (str, [SENDERS[turn % 2] for _, turn, _ in messages]),
+        "length": (int, [_length(value) for value in values]),
+        "other": (str, others),
+        "is_action": (bool, acts),
+        "loss": (str, [json.dumps(loss)[:40] for loss in losses]),
+    }
+    rules: Rules = {
+        "is from {sender}; expected human or gpt": lambda t: t["sender"].isin(SENDERS),
+        "is from {sender}; human and gpt must take turns, human first": (
+            lambda t: t["sender"] == t["expected"]
         ),
-        "turns": lambda message: (
-            f"is from {message.get('from')}; human and gpt must take turns, human first"
+        "has the value {other}, which is no text": lambda t: t["length"] >= 0,
+        "has the loss {loss}; expected true, false or null": (
+            lambda t: t["loss"].isin(["true", "false", "null"])
         ),
-        "text": lambda message: (
-            f"has the value {json.dumps(message.get('value'))[:40]}, which is no text"
+        f"has {{length}} characters; an environment reads {MAX_REPLY_CHARS}": (
+            lambda t: ~t["is_action"] | (t["length"] <= MAX_REPLY_CHARS)
         ),
-        "flag": lambda message: (
-            f"has the loss {json.dumps(message.get('loss'))[:40]}; expected true, false or null"
-        ),
-        "long": lambda message: (
-            f"has {len(message['value'])} characters; an environment reads {MAX_REPLY_CHARS}"
-        ),
-        "loss": lambda message: (
-            "is an action with loss false; every action of a trajectory is learned from"
+        "is an action with loss false; every action of a trajectory is learned from": (
+            lambda t: ~t["is_action"] | (t["loss"] != "false")
         ),
     }
     reasons: dict[int, str] = {}
-    for at, check in _failures(schema, table, list(describe)).items():
-        index, turn, message = messages[at]
-        reasons.setdefault(index, f"message {turn} {describe[check](message)}")
+    for at, reason in _broken(columns, rules).items():
+        index, turn, _ = messages[at]
+        reasons.setdefault(index, f"message {turn} {reason}")
     return reasons
 
 
@@ -409,23 +361,32 @@ def _task_id(item_id: Any) -> int:
 
 def _length(value: Any) -> int:
     """Return the number of characters; -1 for no text and for a text with half a surrogate pair."""
-    try:
-        return len(value) if isinstance(value, str) and value.encode() is not None else -1
-    except UnicodeEncodeError:
-        return -1
+    return len(value) if isinstance(value, str) and not HALF_PAIR.search(value) else -1
 
 
-def _failures(schema: Any, table: Any, names: list[str]) -> dict[int, str]:
-    """Return row index -> the first of `names` whose check the row fails; failing rows only."""
+def _broken(columns: Columns, rules: Rules) -> dict[int, str]:
+    """Return row index -> text of the first rule that the row breaks, filled in from its columns;
+    failing rows only, in order.
+    """
+    # pandas and pandera take seconds to import
+    import pandas as pd
     import pandera.pandas as pa
 
-    first: dict[int, str] = {}
+    table = pd.DataFrame(
+        {name: pd.Series(values, dtype=kind) for name, (kind, values) in columns.items()}
+    )
+    schema = pa.DataFrameSchema(
+        {name: pa.Column(kind) for name, (kind, _) in columns.items()},
+        checks=[pa.Check(holds, error=text) for text, holds in rules.items()],
+        strict=True,
+    )
+    texts, first = list(rules), dict[int, str]()
     try:
         schema.validate(table, lazy=True)
     except pa.errors.SchemaErrors as error:
         cases = error.failure_cases
-        cases = cases[cases["check"].isin(names)]
-        failed = zip(cases["index"].astype(int), map(names.index, cases["check"]), strict=True)
+        cases = cases[cases["check"].isin(texts)]
+        failed = zip(cases["index"].astype(int), map(texts.index, cases["check"]), strict=True)
         for index, number in sorted(failed):
-            first.setdefault(index, names[number])
+            first.setdefault(index, texts[number].format_map(table.loc[index]))
     return first
