@@ -15,7 +15,6 @@ DRAWING = (CONCEPTS / "architecture.md").read_text()
 # lines
 LONG = {
     "agentgym/audit/__init__.py audit": 73,
-    "agentgym/audit/episodes.py check_tokens": 61,
     "agentgym/training/offline.py train_stage": 66,
     "envs/__main__.py _parser": 69,
     "envs/server.py make_app": 138,

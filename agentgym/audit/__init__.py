@@ -109,29 +109,28 @@ def audit(
     results: Results = {}
     for record in steps:
         with checks_of["lineage"].guard(record.name):
-            check_lineage(cfg, record, splits, checks_of["lineage"])
+            check_lineage(record, splits, checks_of["lineage"])
         if splits is not None:
             with checks_of["episodes"].guard(record.name):
-                check_episodes(cfg, record, splits, checks_of["episodes"])
+                check_episodes(record, splits, checks_of["episodes"])
             with checks_of["numbers"].guard(record.name):
-                check_numbers(cfg, store, record, steps, splits, results, checks_of["numbers"])
+                check_numbers(record, steps, splits, results, checks_of["numbers"])
         show.advance(1, f"{record.name}: numbers")
     instructions: dict[str, str] = {}
     with checks_of["replay"].guard("environment"):
         instructions = check_replay(cfg, steps, num_episodes, seed, checks_of["replay"])
     show.advance(1, "replay")
     with checks_of["excluded"].guard("environment"):
-        check_excluded(cfg, store, steps, checks_of["excluded"])
+        check_excluded(cfg, steps, checks_of["excluded"])
     show.advance(1, "left out")
     for record in steps:
         with checks_of["tokens"].guard(record.name):
-            check_tokens(cfg, store, record, instructions, checks_of["tokens"])
+            check_tokens(record, instructions, checks_of["tokens"])
         with checks_of["rescore"].guard(record.name):
-            check_sampling(
-                cfg, store, record, num_rescored, seed, checks_of["rescore"], checks_of["sampling"]
-            )
+            judges = checks_of["rescore"], checks_of["sampling"]
+            check_sampling(record, num_rescored, seed, *judges)
         show.advance(1, f"{record.name}: tokens")
-    check_updates(cfg, store, steps, num_updates, checks_of["updates"])
+    check_updates(cfg, steps, num_updates, checks_of["updates"])
     for name, check in IN_MLFLOW.items():
         with checks_of[name].guard("MLflow"):
             check(cfg, store, key, steps, checks_of[name])

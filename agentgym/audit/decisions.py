@@ -70,7 +70,9 @@ def check_decisions(
         return []
     registered = registration.final.results
     promotions = Promotions(store, tracker, str(registered["model"]), str(registered["alias"]))
-    deciding = _deciding(promotions)
+    deciding = None
+    with contextlib.suppress(HistoryElsewhere):
+        deciding = promotions.history
     both = (deciding, promotions.own)
     histories = {history.began: history for history in both if history and history.began}
     entries = {began: _history(history, checks) for began, history in histories.items()}
@@ -146,13 +148,6 @@ def _other_environments(cfg: RunConfig, promotions: Promotions, number: str) -> 
         f" this run's environments are {cfg.env_names}: set registry.model_name, or make one of"
         " these count with `agentgym promote VERSION --force --why ...`"
     )
-
-
-def _deciding(promotions: Promotions) -> History | None:
-    try:
-        return promotions.history
-    except HistoryElsewhere:
-        return None
 
 
 def _check_history(
@@ -346,11 +341,11 @@ def check_judged(
             settings_recorded = json.loads(canonical_json(result.identity["protocol"]))
             checks["numbers"].expect(where, "its settings", settings_asked, settings_recorded)
         weights = _weights(store, version)
-        for settings, record in _records(cfg, store, final, weights):
+        for record in _records(cfg, store, final, weights):
             instructions: dict[str, str] = {}
             with checks["replay"].guard(where):
                 instructions = check_replay(
-                    settings, [record], num_episodes, seed, checks["replay"]
+                    record.cfg, [record], num_episodes, seed, checks["replay"]
                 )
             if weights is None:
                 for name in ("tokens", "rescore", "sampling"):
@@ -358,10 +353,9 @@ def check_judged(
                     checks[name].skip(where, "its weights are not in this store", weighs=weighs)
                 continue
             with checks["tokens"].guard(where):
-                check_tokens(settings, store, record, instructions, checks["tokens"])
+                check_tokens(record, instructions, checks["tokens"])
             with checks["rescore"].guard(where):
-                judges = checks["rescore"], checks["sampling"]
-                check_sampling(settings, store, record, num_rescored, seed, *judges)
+                check_sampling(record, num_rescored, seed, checks["rescore"], checks["sampling"])
 
 
 def _weights(store: RunStore, version: Version) -> Manifest | None:
@@ -376,8 +370,8 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
 
 def _records(
     cfg: RunConfig, store: RunStore, final: Manifest, weights: Manifest | None
-) -> Iterator[tuple[RunConfig, StepRecord]]:
-    """Yield (configuration that plays as the evaluation did, its episodes as a step's record) for
+) -> Iterator[StepRecord]:
+    """Yield the evaluation's episodes as a step's record, whose configuration plays as it did, for
     each environment. final: last commit of the evaluation. weights: commit it measured, if any.
     """
     commits = store.history(final.step, final.key)
@@ -393,12 +387,13 @@ def _records(
         evaluation, name=EVALUATION, title=EVALUATION, data="", baseline="", checkpoint=WEIGHTS
     )
     for settings in protocol.envs:
-        record = StepRecord(step, final.key, parents, commits)
+        playing = _settings_of(cfg, protocol, settings)
+        record = StepRecord(playing, store, step, final.key, parents, commits)
         record.episodes = {
             seq: [episode for episode in logged if episode.item.env == settings.env.name]
             for seq, logged in episodes.items()
         }
-        yield _settings_of(cfg, protocol, settings), record
+        yield record
 
 
 def _settings_of(cfg: RunConfig, protocol: EvaluationProtocol, settings: EnvProtocol) -> RunConfig:

@@ -21,7 +21,6 @@ from agentgym.rollouts.episode import ending, extract_action
 from agentgym.rollouts.pools import EnvPools
 from agentgym.steps.step import Kind, Stage
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.training.ahead import reads_last
 from agentgym.types import Item, Status, Trajectory
 from envs.wire import FAMILY, INVALID, PARTS
@@ -30,23 +29,23 @@ from envs.wire import FAMILY, INVALID, PARTS
 Expected = tuple[int, Item, int, int, int, float]
 
 
-def check_episodes(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
+def check_episodes(record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Check the number of episodes, and each one's item, settings, weights version, reward and end.
     Demonstrations are passed over.
     """
     if record.step.kind is Kind.DEMONSTRATE:
         return
     if record.stage is None:
-        _check_evaluated(cfg, record, splits, checks)
+        _check_evaluated(record, splits, checks)
         return
     for commit in record.commits:
         episodes = record.episodes.get(commit.seq)
         if episodes is None:
             continue
-        expected = _expected_of_stage(cfg, record.stage, commit, splits)
+        expected = _expected_of_stage(record.cfg, record.stage, commit, splits)
         checks.expect(record.at(commit), "number of episodes", len(expected), len(episodes))
         for wanted, episode in zip(expected, episodes, strict=False):
-            _check_one(cfg, place(record.at(commit), episode), wanted, episode, checks)
+            _check_one(record.cfg, place(record.at(commit), episode), wanted, episode, checks)
 
 
 def _expected_of_stage(
@@ -69,11 +68,11 @@ def _expected_of_stage(
     return expected
 
 
-def _check_evaluated(cfg: RunConfig, record: StepRecord, splits: Splits, checks: Checks) -> None:
+def _check_evaluated(record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Check each episode of an evaluation. Each slot (item, sample) must belong to the evaluation,
     and must not be played again after a valid episode.
     """
-    settings = cfg.evaluation
+    cfg, settings = record.cfg, record.cfg.evaluation
     version = int(record.checkpoint.state["global_step"]) if record.checkpoint else -1
     by_id = {item.item_id: item for items in items_of_step(cfg, splits).values() for item in items}
     open_slots = {(item, sample) for item in by_id for sample in range(settings.num_samples + 1)}
@@ -130,22 +129,16 @@ def _check_end(cfg: RunConfig, where: str, episode: Trajectory, checks: Checks) 
         checks.expect(where, "an error that names what failed", True, bool(episode.error))
 
 
-def check_tokens(
-    cfg: RunConfig,
-    store: RunStore,
-    record: StepRecord,
-    instructions: Mapping[str, str],
-    checks: Checks,
-) -> None:
+def check_tokens(record: StepRecord, instructions: Mapping[str, str], checks: Checks) -> None:
     """Check token ids and action mask against the logged text, log-probabilities against the mask.
     The renderer must give the ids between actions, and an action's ids must decode to the action.
     Nothing is checked if the step has no readable checkpoint or no readable episodes.
     instructions: environment -> text that its episodes begin with; a missing one counts as empty.
     """
-    checkpoint = load(store, record.checkpoint, weights=False)
+    checkpoint = load(record.store, record.checkpoint, weights=False)
     if checkpoint is None or not record.episodes:
         return
-    renderer = checkpoint.renderer
+    cfg, renderer = record.cfg, checkpoint.renderer
     checks.notes += [note for note in renderer.notes if note not in checks.notes]
     bootstraps = record.stage is not None and reads_last(cfg)
     start, bridge, text = cache(renderer.start), cache(renderer.bridge), cache(renderer.text)

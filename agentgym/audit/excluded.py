@@ -24,29 +24,36 @@ from agentgym.rollouts.engine import episode_settings, open_engine
 from agentgym.rollouts.episode import token_players
 from agentgym.rollouts.policies.engines import engine_class
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.types import Status, Trajectory
 
 MAX_CHANCE = 1e-6  # probability of the outcomes left out; below it they were probably chosen
 LEAST_CHANCE = 1e-300  # the least that a failure states: smaller ones underflow to 0
 
 
-def check_excluded(
-    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], checks: Checks
-) -> None:
+def check_excluded(cfg: RunConfig, steps: Sequence[StepRecord], checks: Checks) -> None:
     """Check the share of failed episodes by commit, split and temperature. Play these again to
     their end; outcomes less likely than MAX_CHANCE are a failure.
     Episodes are not played again if their weights were pruned or they span two versions; none are
     if the engine does not repeat its draws, which a note records.
     """
     counts: Counter[Status] = Counter()
+    limit = cfg.rollout.max_env_error_frac
     for record in steps:
-        if record.checkpoint is None:
-            continue
-        for commit in record.commits:
-            for what, episodes in _collections(record.episodes.get(commit.seq, ())).items():
-                counts.update(episode.status for episode in episodes)
-                _check_share(cfg, f"{record.at(commit)} {what}", episodes, checks)
+        for commit in record.commits if record.checkpoint is not None else ():
+            totals: Counter[str] = Counter()
+            left_out: Counter[str] = Counter()
+            for episode in record.episodes.get(commit.seq, ()):
+                what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
+                totals[what] += 1
+                left_out[what] += not episode.status.is_valid
+                counts[episode.status] += 1
+            checks.counted += len(totals)
+            for what, num in totals.items():
+                if left_out[what] > limit * num:
+                    checks.fail(
+                        f"{record.at(commit)} {what}: {left_out[what]} of {num} are left out,"
+                        f" rollout.max_env_error_frac is {limit:g}"
+                    )
     kinds = [Status.ENV_ERROR, Status.TIMEOUT]
     kinds += [kind for kind in Status if not kind.is_valid and kind not in kinds and counts[kind]]
     failed_note = ", ".join(f"{counts[status]} {status}" for status in kinds)
@@ -60,35 +67,12 @@ def check_excluded(
                     " its draws"
                 )
             else:
-                _play_again(cfg, store, record, record.checkpoint, checks)
+                _play_again(record, record.checkpoint, checks)
 
 
-def _collections(episodes: Sequence[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Return `SPLIT episodes at temperature T` -> these; the limit holds for each entry."""
-    groups: dict[str, list[Trajectory]] = {}
-    for episode in episodes:
-        what = f"{episode.item.split} episodes at temperature {episode.temperature:g}"
-        groups.setdefault(what, []).append(episode)
-    return groups
-
-
-def _check_share(
-    cfg: RunConfig, where: str, episodes: Sequence[Trajectory], checks: Checks
-) -> None:
-    checks.counted += 1
-    limit = cfg.rollout.max_env_error_frac
-    num_left_out = sum(not episode.status.is_valid for episode in episodes)
-    if num_left_out > limit * len(episodes):
-        checks.fail(
-            f"{where}: {num_left_out} of {len(episodes)} are left out, rollout.max_env_error_frac"
-            f" is {limit:g}"
-        )
-
-
-def _play_again(
-    cfg: RunConfig, store: RunStore, record: StepRecord, checkpoint: Manifest, checks: Checks
-) -> None:
-    sources, is_stage = weights_of_versions(cfg, record, checkpoint), record.stage is not None
+def _play_again(record: StepRecord, checkpoint: Manifest, checks: Checks) -> None:
+    sources, is_stage = weights_of_versions(record, checkpoint), record.stage is not None
+    cfg, store = record.cfg, record.store
     valid = [episode for _, episode in record.logged if episode.status.is_valid]
     left_out = [episode for _, episode in record.logged if not episode.status.is_valid]
     by_version: dict[int, list[Trajectory]] = {}

@@ -37,7 +37,13 @@ def check_ledger(
     tracked = [record for record in steps if record.points or record.final is not None]
     children = list(tracker.runs_with({"mlflow.parentRunId": parent.info.run_id}))
     if not any(record.step.kind is Kind.REPORT for record in tracked):
-        delivered = [record for record in tracked if _has_come_to(cfg, key, record, children)]
+        # a finished step that two runs share is delivered only when this run reaches it
+        there = {child.data.tags.get("step_key") for child in children}
+        delivered = [
+            record
+            for record in tracked
+            if record.key in there or delivery_mark(cfg, key, record.name, record.key).exists()
+        ]
         for record in tracked:
             if record not in delivered:
                 checks.skip(f"run of {record.name}", "it did not get to MLflow yet")
@@ -61,16 +67,6 @@ def check_ledger(
                 f"MLflow run {run.info.run_id} ({run.data.tags.get('step')}) belongs to no commit"
                 " of this run"
             )
-
-
-def _has_come_to(cfg: RunConfig, run_key: str, record: StepRecord, children: Sequence[Any]) -> bool:
-    """Return True if an unfinished run has delivered a step to MLflow: one of its child runs
-    (`children`) has the step's key, or the local delivery mark exists.
-    A finished step that the run shares with another run is delivered only when the run reaches it.
-    """
-    if delivery_mark(cfg, run_key, record.name, record.key).exists():
-        return True
-    return any(child.data.tags.get("step_key") == record.key for child in children)
 
 
 def _check_points(

@@ -96,18 +96,16 @@ def check_pages(
             checks.skip(f"pages of {record.name}", "MLflow does not have the whole step yet")
             continue
         with checks.guard(record.name):
-            _check_step_run(store, record, parent, run, checks)
+            _check_step_run(record, parent, run, checks)
             data = inputs_of(cfg, store, record.final)
             _check_inputs(f"run of {record.name}", run, data, checks)
             if record.step.kind is Kind.PREPARE:
                 _check_inputs("parent run", parent, data, checks)
-            _check_model(store, tracker, record, run.info.run_id, checks)
-            _check_traces(cfg, store, tracker, record, run.info.run_id, checks)
+            _check_model(tracker, record, run.info.run_id, checks)
+            _check_traces(tracker, record, run.info.run_id, checks)
 
 
-def _check_step_run(
-    store: RunStore, record: StepRecord, parent: Any, run: Any, checks: Checks
-) -> None:
+def _check_step_run(record: StepRecord, parent: Any, run: Any, checks: Checks) -> None:
     """Check tags, status, parameters and files of the MLflow run of a finished step."""
     final = record.final
     assert final is not None
@@ -125,7 +123,7 @@ def _check_step_run(
     _check_tags(where, run, tags, checks)
     _check_ended(where, run, checks)
     _check_params(where, run, final.config, checks)
-    files = {TABLE: table_of(store, final)} if evaluated else {}
+    files = {TABLE: table_of(record.store, final)} if evaluated else {}
     _check_files(where, run, files, (), checks)
 
 
@@ -247,9 +245,7 @@ def _check_inputs(where: str, run: Any, data: Sequence[DatasetInput], checks: Ch
             checks.skip("where data lies", "it is another folder than here")
 
 
-def _check_model(
-    store: RunStore, tracker: Tracker, record: StepRecord, run_id: str, checks: Checks
-) -> None:
+def _check_model(tracker: Tracker, record: StepRecord, run_id: str, checks: Checks) -> None:
     """Check the logged model of an evaluated checkpoint and its metrics; skip other steps.
     run_id: the step's MLflow run.
     """
@@ -269,7 +265,7 @@ def _check_model(
     tags = {STORE_KEY: final.parents[step], "step": step}
     shown_tags = {name: text for name, text in model.tags.items() if name != "store"}
     checks.expect(where, "tags", tags, shown_tags)
-    if model.tags.get("store") != plain(store.root):
+    if model.tags.get("store") != plain(record.store.root):
         checks.skip("tag store of a checkpoint", "the store is elsewhere now")
     # a checkpoint that another evaluation measured too has numbers of several runs
     wanted = Counter(
@@ -289,14 +285,7 @@ def _check_model(
     checks.skip(f"numbers of {where} of other runs", "these runs' audits compare them", len(others))
 
 
-def _check_traces(
-    cfg: RunConfig,
-    store: RunStore,
-    tracker: Tracker,
-    record: StepRecord,
-    run_id: str,
-    checks: Checks,
-) -> None:
+def _check_traces(tracker: Tracker, record: StepRecord, run_id: str, checks: Checks) -> None:
     """Check that each trace of the MLflow run `run_id` shows a committed episode unchanged.
     If the run has traces, those of all episodes that `drawn` chooses must be there.
     """
@@ -308,9 +297,9 @@ def _check_traces(
             )
         )
     )
-    commit, episodes = episodes_of(store, record.final)
+    commit, episodes = episodes_of(record.store, record.final)
     committed = {trace_id_of(commit, episode): episode for episode in episodes}
-    chosen = drawn(episodes, record.final.key, cfg.tracking.traces)
+    chosen = drawn(episodes, record.final.key, record.cfg.tracking.traces)
     wanted = {trace_id_of(commit, episode) for episode in chosen}
     where = f"traces of {record.name}"
     there = {trace.info.trace_id for trace in traces}

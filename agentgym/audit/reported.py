@@ -100,8 +100,6 @@ def read_splits(
 
 
 def check_numbers(
-    cfg: RunConfig,
-    store: RunStore,
     record: StepRecord,
     steps: Sequence[StepRecord],
     splits: Splits,
@@ -118,16 +116,16 @@ def check_numbers(
     if kind is Kind.TRAIN:
         check_alarms(record, steps, checks)
     if kind is Kind.DEMONSTRATE:
-        _check_demonstrations(cfg, store, record, splits, checks)
+        _check_demonstrations(record, splits, checks)
     elif kind is Kind.TRAIN and record.stage is None:
-        _check_warm_start(cfg, store, record, checks)
-    elif kind is Kind.TRAIN and not cfg.algorithm.loop.samples_every_step:
-        _check_offline_stage(cfg, store, record, checks)
+        _check_warm_start(record, checks)
+    elif kind is Kind.TRAIN and not record.cfg.algorithm.loop.samples_every_step:
+        _check_offline_stage(record, checks)
     elif kind is Kind.TRAIN:
         for commit in record.commits:
-            _check_training(cfg, record, commit, checks)
+            _check_training(record, commit, checks)
     elif kind is Kind.EVALUATE and record.final is not None:
-        _check_evaluation(cfg, store, record, splits, results, checks)
+        _check_evaluation(record, splits, results, checks)
     elif kind is Kind.REPORT and record.final is not None:
         evaluations = [other.final for other in steps if other.step.kind is Kind.EVALUATE]
         known = [final.results for final in evaluations if final]
@@ -135,7 +133,7 @@ def check_numbers(
             what = f"results {side}, as one of the evaluations'"
             is_known = record.final.results[side] in known
             checks.expect(record.at(record.final), what, True, is_known)
-        _check_report(cfg, store, record, record.final, checks)
+        _check_report(record, record.final, checks)
 
 
 def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks) -> None:
@@ -168,9 +166,7 @@ def check_alarms(record: StepRecord, steps: Sequence[StepRecord], checks: Checks
         checks.expect(where, "turns and tokens so far", so_far, cost)
 
 
-def _check_report(
-    cfg: RunConfig, store: RunStore, record: StepRecord, final: Manifest, checks: Checks
-) -> None:
+def _check_report(record: StepRecord, final: Manifest, checks: Checks) -> None:
     """Make the report's page and pictures again and compare them with the committed ones; a failure
     if they cannot be made or read.
     Skipped are pictures that another version of matplotlib drew, and the page's times if a step ran
@@ -180,7 +176,7 @@ def _check_report(
     from agentgym.evaluation.report import drawn_by
     from agentgym.pages import picture_data
 
-    where = record.at(final)
+    cfg, store, where = record.cfg, record.store, record.at(final)
     try:
         remade = report_files(cfg, store, record.parents, run_key(cfg), steps_of(cfg))
         stored = {name: store.read(final, name) for name in remade}
@@ -215,19 +211,17 @@ def _check_report(
     checks.expect(where, f"{PAGE}, made again, from byte {part.start}", page[part], shown[part])
 
 
-def _check_demonstrations(
-    cfg: RunConfig, store: RunStore, record: StepRecord, splits: Splits, checks: Checks
-) -> None:
+def _check_demonstrations(record: StepRecord, splits: Splits, checks: Checks) -> None:
     """Check the demonstrations: their items and samples, imported trajectories also by their
     actions, and the committed counts.
     """
-    commit, episodes = record.commits[0], record.episodes.get(0, [])
+    cfg, commit, episodes = record.cfg, record.commits[0], record.episodes.get(0, [])
     num_solved = sum(episode.success for episode in episodes)
     if cfg.warm_start.source == "trajectories":
-        imported = decode(store.read(record.parents[record.step.data], RECORDED))
+        imported = decode(record.store.read(record.parents[record.step.data], RECORDED))
         recorded = recorded_for(cfg, imported)
         shown = [(trajectory.item, sample) for sample, trajectory in enumerate(recorded)]
-        _check_recorded(cfg, record, recorded, checks)
+        _check_recorded(record, recorded, checks)
     else:
         shown = [(item, 0) for item in expert_items(cfg, splits)]
     played = [(episode.item, episode.sample) for episode in episodes]
@@ -241,13 +235,12 @@ def _check_demonstrations(
         checks.expect(record.at(commit), name, value, commit.results[name])
 
 
-def _check_recorded(
-    cfg: RunConfig, record: StepRecord, recorded: Sequence[Recorded], checks: Checks
-) -> None:
+def _check_recorded(record: StepRecord, recorded: Sequence[Recorded], checks: Checks) -> None:
     """Check that each episode has the actions of its imported trajectory, up to the task's end."""
     commit, episodes = record.commits[0], record.episodes.get(0, [])
     for trajectory, episode in zip(recorded, episodes, strict=False):
-        actions = [reply.action for reply in replies_of(trajectory, cfg.rollout.action_format)]
+        replies = replies_of(trajectory, record.cfg.rollout.action_format)
+        actions = [reply.action for reply in replies]
         played = [turn.action for turn in episode.turns]
         if episode.status is Status.TERMINATED:
             actions = actions[: len(played)]
@@ -255,10 +248,10 @@ def _check_recorded(
         checks.expect(where, "actions as imported", actions, played)
 
 
-def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
-    settings, step = cfg.warm_start, 0
+def _check_warm_start(record: StepRecord, checks: Checks) -> None:
+    settings, step = record.cfg.warm_start, 0
     shown = record.parents[record.step.demonstrations]
-    num_too_long = int(shown.results["num_played"]) - len(_tokenized(cfg, store, record))
+    num_too_long = int(shown.results["num_played"]) - len(_tokenized(record))
     for commit in record.commits:
         where, last = record.at(commit), None
         for point in record.points.get(commit.seq, ()):
@@ -272,25 +265,24 @@ def _check_warm_start(cfg: RunConfig, store: RunStore, record: StepRecord, check
         checks.expect(where, "num_too_long", num_too_long, commit.results["num_too_long"])
 
 
-def _tokenized(cfg: RunConfig, store: RunStore, record: StepRecord) -> list[Trajectory]:
+def _tokenized(record: StepRecord) -> list[Trajectory]:
     """Return the demonstrations that a training step learned from, tokenized.
 
     Empty if they or their tokenizer cannot be read, which the content check reports.
     """
-    checkpoint = load(store, record.checkpoint, weights=False)
+    checkpoint = load(record.store, record.checkpoint, weights=False)
     if checkpoint is None:
         return []
     try:
-        return tokenized_demonstrations(
-            cfg, store, record.parents[record.step.demonstrations], checkpoint.renderer
-        )
+        demos = record.parents[record.step.demonstrations]
+        return tokenized_demonstrations(record.cfg, record.store, demos, checkpoint.renderer)
     except (LookupError, ValueError):
         return []
 
 
-def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks: Checks) -> None:
+def _check_training(record: StepRecord, commit: Manifest, checks: Checks) -> None:
     points, episodes = record.points.get(commit.seq), record.episodes.get(commit.seq)
-    step, where = int(commit.state["global_step"]), record.at(commit)
+    cfg, step, where = record.cfg, int(commit.state["global_step"]), record.at(commit)
     if not points or not episodes:
         checks.fail(f"{where}: it has no {METRICS if not points else TRAJECTORIES} to compare")
         return
@@ -307,14 +299,12 @@ def _check_training(cfg: RunConfig, record: StepRecord, commit: Manifest, checks
         checks.expect(where, name, expected.get(name), logged.get(name))
 
 
-def _check_offline_stage(
-    cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks
-) -> None:
-    stage = record.stage
+def _check_offline_stage(record: StepRecord, checks: Checks) -> None:
+    cfg, stage = record.cfg, record.stage
     assert stage is not None
     compares = cfg.warm_start.source == "trajectories"
     compares = compares and record.step.demonstrations in record.parents
-    recorded = _tokenized(cfg, store, record) if compares else []
+    recorded = _tokenized(record) if compares else []
     explored = [episode for _, episode in record.logged if episode.item.split == "train"]
     step, rate = stage.first_step - 1, "dpo/lr" if cfg.algorithm.loop.prefers else "sft/lr"
     for commit in record.commits:
@@ -348,19 +338,13 @@ def _check_offline_stage(
         checks.expect(record.at(commit), "steps so far", step, commit.state["global_step"])
 
 
-def _check_evaluation(
-    cfg: RunConfig,
-    store: RunStore,
-    record: StepRecord,
-    splits: Splits,
-    results: Results,
-    checks: Checks,
-) -> None:
+def _check_evaluation(record: StepRecord, splits: Splits, results: Results, checks: Checks) -> None:
     """Check an evaluation's identity (policy, protocol, items, prompts), slots (items and samples),
     description, results and metrics. Unreadable records are a failure.
     Its result, computed again, is added to `results` under the step's name.
     """
-    final, step, settings = record.commits[-1], record.step, cfg.evaluation
+    cfg, store, final, step = record.cfg, record.store, record.commits[-1], record.step
+    settings = cfg.evaluation
     where, items = record.at(final), items_of_step(cfg, splits)
     protocol = protocol_of_step(cfg, items)
     try:

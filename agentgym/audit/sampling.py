@@ -27,7 +27,6 @@ from agentgym.models.networks import head_logits
 from agentgym.rollouts.policies.engines import engine_class, engine_dtype
 from agentgym.rollouts.policies.torch import Distribution, uniforms
 from agentgym.store.manifest import Manifest
-from agentgym.store.runstore import RunStore
 from agentgym.types import SampleKey, Trajectory
 
 FORWARD_TOKENS = 4_096  # of one forward, to stay within the CPU caches
@@ -36,13 +35,7 @@ HEAD_ELEMENTS = 1 << 24  # logits (tokens times vocabulary) in memory at a time
 
 
 def check_sampling(
-    cfg: RunConfig,
-    store: RunStore,
-    record: StepRecord,
-    count: int | None,
-    seed: int,
-    rescore: Checks,
-    sampling: Checks,
+    record: StepRecord, count: int | None, seed: int, rescore: Checks, sampling: Checks
 ) -> None:
     """Check log-probabilities and draws of turns under the version of the weights that they log.
 
@@ -52,6 +45,7 @@ def check_sampling(
     count: episodes for each set of weights; None: all. seed: of this choice.
     rescore, sampling: receive the results for log-probabilities and for draws.
     """
+    cfg = record.cfg
     if record.checkpoint is None:
         return
     if not engine_class(cfg.rollout.engine).repeats_draws:
@@ -60,7 +54,7 @@ def check_sampling(
             f"engine {cfg.rollout.engine} does not repeat its draws; log-probabilities alone speak"
             " for its tokens",
         )
-    sources = weights_of_versions(cfg, record, record.checkpoint)
+    sources = weights_of_versions(record, record.checkpoint)
     logged = [(place(record.at(commit), episode), episode) for commit, episode in record.logged]
     random_seed = cfg.seed if record.stage is not None else cfg.evaluation.seed
     groups: dict[int, list[tuple[str, Trajectory]]] = {}
@@ -71,7 +65,7 @@ def check_sampling(
         for version in sorted(versions & sources.keys()):
             groups.setdefault(version, []).append((where, episode))
     for version, episodes in groups.items():
-        checkpoint = load(store, sources[version])
+        checkpoint = load(record.store, sources[version])
         if checkpoint is None:
             _skip_pruned(len(episodes), rescore, sampling)
             continue
@@ -93,9 +87,7 @@ def _skip_pruned(num: int, *checks: Checks) -> None:
         check.skip("episodes of pruned weights", "store.keep_checkpoints keeps newer ones", num)
 
 
-def weights_of_versions(
-    cfg: RunConfig, record: StepRecord, checkpoint: Manifest
-) -> Mapping[int, Manifest]:
+def weights_of_versions(record: StepRecord, checkpoint: Manifest) -> Mapping[int, Manifest]:
     """Return version of the weights (optimizer steps) -> commit that recorded them, for the
     versions that episodes of a step may have been played with: the checkpoint's and, in a training
     stage, those of the step's commits with weights.

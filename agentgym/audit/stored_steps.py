@@ -32,6 +32,8 @@ from agentgym.types import Trajectory
 class StepRecord:
     """One step as it is in the store: its commits and the logs that can be read."""
 
+    cfg: RunConfig
+    store: RunStore
     step: Step
     key: str
     parents: dict[str, Manifest]
@@ -94,9 +96,10 @@ def read_steps(
             continue
         if not commits:
             continue
-        record = StepRecord(step, key, {parent: finals[parent] for parent in step.parents}, commits)
+        parents = {parent: finals[parent] for parent in step.parents}
+        record = StepRecord(cfg, store, step, key, parents, commits)
         for commit in commits:
-            _check_content(store, record, commit, content)
+            _check_content(record, commit, content)
         steps.append(record)
         if commits[-1].done:
             finals[name] = commits[-1]
@@ -105,12 +108,12 @@ def read_steps(
     return steps
 
 
-def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks: Checks) -> None:
+def _check_content(record: StepRecord, commit: Manifest, checks: Checks) -> None:
     head = record.commits[-1]
     for name in (*commit.blobs, *commit.records):
         checks.counted += 1
         try:
-            data = store.read(commit, name)
+            data = record.store.read(commit, name)
         except BlobMissing as error:
             if name in commit.blobs and commit.seq < head.seq:
                 checks.counted -= 1
@@ -132,11 +135,9 @@ def _check_content(store: RunStore, record: StepRecord, commit: Manifest, checks
             )
 
 
-def check_lineage(
-    cfg: RunConfig, record: StepRecord, splits: Splits | None, checks: Checks
-) -> None:
+def check_lineage(record: StepRecord, splits: Splits | None, checks: Checks) -> None:
     parents = {name: manifest.digest for name, manifest in record.parents.items()}
-    stage = record.stage
+    cfg, stage = record.cfg, record.stage
     for index, commit in enumerate(record.commits):
         where = record.at(commit)
         checks.expect(where, "commit number", index, commit.seq)
@@ -167,7 +168,7 @@ def check_lineage(
             checks.expect(where, name, value, commit.state.get(name))
         checks.expect(where, "done at the stage's last step", step == stage.last_step, commit.done)
     if stage is not None and splits is not None and not cfg.algorithm.loop.samples_every_step:
-        _check_offline_stage(cfg, record, stage, splits, checks)
+        _check_offline_stage(record, stage, splits, checks)
     if stage is not None and record.checkpoint is not None:
         start = int(record.checkpoint.state["global_step"])
         checks.expect(
@@ -203,14 +204,12 @@ def expected_ahead(
     ]
 
 
-def _check_offline_stage(
-    cfg: RunConfig, record: StepRecord, stage: Stage, splits: Splits, checks: Checks
-) -> None:
+def _check_offline_stage(record: StepRecord, stage: Stage, splits: Splits, checks: Checks) -> None:
     """Check that the commits of an offline stage first play all its items in the stream's order,
     some in each commit, and then take the optimizer steps that must commit.
     """
     assert record.checkpoint is not None
-    items = [item.item_id for item in explored_items(cfg, splits, record.checkpoint)]
+    items = [item.item_id for item in explored_items(record.cfg, splits, record.checkpoint)]
     begin = int(record.checkpoint.state.get("stream_position", 0))
     explored, step = 0, stage.first_step - 1
     for commit in record.commits:
@@ -219,7 +218,7 @@ def _check_offline_stage(
         explored += len(chunk)
         if not chunk:
             step = min(step + 1, stage.last_step)
-            while step < stage.last_step and not commits_at(cfg, stage, step):
+            while step < stage.last_step and not commits_at(record.cfg, stage, step):
                 step += 1
         expected = {
             "global_step": step,

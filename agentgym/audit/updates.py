@@ -22,7 +22,6 @@ from agentgym.learner.process_group import ProcessGroup
 from agentgym.models.checkpoint import load_checkpoint, policy_of
 from agentgym.steps.context import StepReader
 from agentgym.steps.step import Kind
-from agentgym.store.runstore import RunStore
 from agentgym.training.rl import batch_of, plan_learner, with_limit
 from agentgym.training.sft import batch_at, learnable, plan_warm_start
 
@@ -31,7 +30,7 @@ TOLERANCE = 5e-3
 
 
 def check_updates(
-    cfg: RunConfig, store: RunStore, steps: Sequence[StepRecord], max_steps: int, checks: Checks
+    cfg: RunConfig, steps: Sequence[StepRecord], max_steps: int, checks: Checks
 ) -> None:
     """Take the optimizer steps of each finished warm start and stage again, and compare the last
     weights with the recorded ones.
@@ -51,7 +50,7 @@ def check_updates(
             why = f"--updates {num} takes its {num} optimizer steps again"
         else:
             with checks.guard(f"weights of {record.name}"):
-                _check_stage(cfg, store, record, checks)
+                _check_stage(record, checks)
             continue
         checks.skip(f"weights of {record.name}", why, weighs=max_steps > 0)
 
@@ -63,19 +62,19 @@ def _num_steps(record: StepRecord) -> int:
     return len(record.commits) if record.stage is not None else int(of_warm_start)
 
 
-def _check_stage(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Checks) -> None:
-    start, final = record.checkpoint, record.final
+def _check_stage(record: StepRecord, checks: Checks) -> None:
+    start, final, store = record.checkpoint, record.final, record.store
     assert start is not None
     assert final is not None
     before, recorded = policy_of(store, start).load(), policy_of(store, final).load()
-    again = _taken_again(cfg, store, record)
+    again = _taken_again(record)
     change = _norm(recorded[name].double() - before[name].double() for name in recorded)
     apart = _norm(recorded[name].double() - again[name].double() for name in recorded)
     num_steps = _num_steps(record)
     checks.counted += num_steps
     share = apart / change if change else float(apart > 0)
     checks.notes.append(f"{record.name}: {share:.1e} of the change")
-    limit = 0.0 if cfg.deterministic else TOLERANCE
+    limit = 0.0 if record.cfg.deterministic else TOLERANCE
     if not share <= limit:
         checks.fail(
             f"{record.name}: its weights are {share:.2%} of their change away from what its"
@@ -83,10 +82,11 @@ def _check_stage(cfg: RunConfig, store: RunStore, record: StepRecord, checks: Ch
         )
 
 
-def _taken_again(cfg: RunConfig, store: RunStore, record: StepRecord) -> dict[str, Tensor]:
+def _taken_again(record: StepRecord) -> dict[str, Tensor]:
     """Take the optimizer steps of a stage again on its logged episodes, or those of the warm start
     on the demonstrations, and return the resulting weights.
     """
+    cfg, store = record.cfg, record.store
     reader = StepReader(cfg=cfg, step=record.step, store=store, parents=record.parents)
     start = reader.checkpoint
     checkpoint, ranks = load_checkpoint(store, start), ProcessGroup(cfg.compute_device)

@@ -226,14 +226,14 @@ def test_a_picture_by_another_matplotlib_is_not_checked_and_the_page_around_it_i
     commit = forger.commits("report")[-1]
     store, checks = open_store(forger.cfg), Checks("numbers")
     steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
-    _check_report(forger.cfg, store, steps[-1], commit, checks)
+    _check_report(steps[-1], commit, checks)
     assert checks.failures == []
     ((what, why),) = checks.left_out
     assert what == f"{name} of the report"
     assert why.startswith("'Matplotlib Version")
     forger.rewrite("report", 0, PAGE, page.replace(b"<h2>Run</h2>", b"<h2>Best run</h2>"))
     steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
-    _check_report(forger.cfg, store, steps[-1], forger.commits("report")[-1], checks)
+    _check_report(steps[-1], forger.commits("report")[-1], checks)
     assert f"{PAGE}, made again" in checks.failures[0]
 
 
@@ -244,7 +244,7 @@ def test_a_page_that_an_earlier_version_wrote_with_flat_names_of_limits_is_hones
     on_page(forger, lambda _: flat)
     store, checks = open_store(forger.cfg), Checks("numbers")
     steps = read_steps(forger.cfg, store, Checks("content"), Checks("lineage"))
-    _check_report(forger.cfg, store, steps[-1], forger.commits("report")[-1], checks)
+    _check_report(steps[-1], forger.commits("report")[-1], checks)
     assert checks.failures == []
 
 

@@ -113,7 +113,7 @@ def refuse_forgeries(cfg):
         }
         rescore, sampling = Checks("rescore"), Checks("sampling")
         forged = replace(record, episodes=episodes)
-        check_sampling(cfg, store, forged, 1, 0, rescore, sampling)  # one episode per version
+        check_sampling(forged, 1, 0, rescore, sampling)  # one episode per version
         return rescore.num_failures, sampling.num_failures
 
     assert checked(lambda episode: episode) == (0, 0)

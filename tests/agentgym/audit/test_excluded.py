@@ -124,38 +124,23 @@ def test_a_crash_that_no_collection_would_have_recorded_is_none(forger, changes,
 
 def an_episode(task, status, success, num_turns):
     turns = tuple(Turn("left", "", 0.0, 1, 2, 0) for _ in range(num_turns))
-    return Trajectory(
-        Item("babyai", task, "test"),
-        1,
-        0,
-        12,
-        status,
-        1.0 if success else 0.0,
-        success,
-        "",
-        turns,
-        (),
-        (),
-        (),
-    )
+    item, reward = Item("babyai", task, "test"), 1.0 if success else 0.0
+    return Trajectory(item, 1, 0, 12, status, reward, success, "", turns, (), (), ())
+
+
+def failures_of(status, outcomes, left_out, valid):
+    """Failures of the check, for the outcomes of the first items when played again."""
+    checks, by_item = Checks("excluded"), {f"babyai_{n}": each for n, each in enumerate(outcomes)}
+    _check_chance(LAST, status, by_item, left_out, valid, checks)
+    return checks.failures
 
 
 def test_crashes_that_fall_on_failures_alone_are_somebodys_choice():
     """Exclude failures only: in a forged run 301 of 2,560 made 100 % success of 91.6 %."""
     valid = [an_episode(task, Status.TERMINATED, True, 6) for task in range(500)]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 11) for task in range(60)]
-    checks = Checks("excluded")
-    _check_chance(
-        LAST,
-        Status.ENV_ERROR,
-        {f"babyai_{task}": [False] for task in range(60)},
-        left_out,
-        valid,
-        checks,
-    )
-    assert (
-        "env_error on 60 items, of which played again 0 would have succeeded" in checks.failures[0]
-    )
+    (failure,) = failures_of(Status.ENV_ERROR, [[False]] * 60, left_out, valid)
+    assert "env_error on 60 items, of which played again 0 would have succeeded" in failure
 
 
 def test_crashes_that_fall_as_chance_has_it_are_none():
@@ -166,32 +151,14 @@ def test_crashes_that_fall_as_chance_has_it_are_none():
     ]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 5) for task in range(8)]
     for outcomes in ([False] * 4, [True] * 4, [True, False, True, True]):
-        checks = Checks("excluded")
-        _check_chance(
-            LAST,
-            Status.ENV_ERROR,
-            {f"babyai_{task}": outcomes for task in range(8)},
-            left_out,
-            valid,
-            checks,
-        )
-        assert checks.num_failures == 0, checks.failures
+        assert failures_of(Status.ENV_ERROR, [outcomes] * 8, left_out, valid) == []
 
 
 def test_deadlines_pass_in_long_episodes_which_fail():
     short = [an_episode(task, Status.TERMINATED, True, 3) for task in range(400)]
     long = [an_episode(task, Status.MAX_TURNS, False, 12) for task in range(40)]
     left_out = [an_episode(task, Status.TIMEOUT, False, 11) for task in range(30)]
-    checks = Checks("excluded")
-    _check_chance(
-        LAST,
-        Status.TIMEOUT,
-        {f"babyai_{task}": [False] for task in range(30)},
-        left_out,
-        [*short, *long],
-        checks,
-    )
-    assert checks.num_failures == 0, checks.failures
+    assert failures_of(Status.TIMEOUT, [[False]] * 30, left_out, [*short, *long]) == []
 
 
 @pytest.mark.parametrize(
@@ -209,9 +176,6 @@ def test_the_chance_of_few_hits_is_that_of_a_binomial(num_items, num_hits, rarit
     """As many turns of successes as of failures: each item succeeds with probability 1/2."""
     valid = [an_episode(task, Status.TERMINATED, task < 50, 6) for task in range(100)]
     left_out = [an_episode(task, Status.ENV_ERROR, False, 6) for task in range(num_items)]
-    outcomes = {f"babyai_{task}": [task < num_hits] for task in range(num_items)}
-    checks = Checks("excluded")
-    _check_chance(LAST, Status.ENV_ERROR, outcomes, left_out, valid, checks)
-    assert [f"come by chance {rarity} runs" in each for each in checks.failures] == (
-        [True] if rarity else []
-    )
+    outcomes = [[task < num_hits] for task in range(num_items)]
+    failures = failures_of(Status.ENV_ERROR, outcomes, left_out, valid)
+    assert [f"come by chance {rarity} runs" in each for each in failures] == [True][: bool(rarity)]

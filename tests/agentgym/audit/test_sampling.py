@@ -78,7 +78,7 @@ def test_of_a_share_the_audit_judges_what_was_drawn_and_misses_what_was_held_bac
         rescore, sampling = Checks("rescore"), Checks("sampling")
         first, *others = record.episodes[0]
         episodes = {**record.episodes, 0: [replace(first, **changes), *others]}
-        check_sampling(cfg, store, replace(record, episodes=episodes), None, 0, rescore, sampling)
+        check_sampling(replace(record, episodes=episodes), None, 0, rescore, sampling)
         assert sampling.counted
         return rescore
 

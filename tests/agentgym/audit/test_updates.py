@@ -22,7 +22,7 @@ MANY = 100  # more optimizer steps than any step of the run has
 def checked(cfg, most):
     others, found = Checks("others"), Checks("updates")
     steps = read_steps(cfg, open_store(cfg), others, others)
-    check_updates(cfg, open_store(cfg), steps, most, found)
+    check_updates(cfg, steps, most, found)
     return found
 
 
