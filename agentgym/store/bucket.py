@@ -88,14 +88,7 @@ class Bucket:
 
     def digest(self, key: str) -> str:
         """Return the sha256 of an object, streamed, as 64 hex digits. Errors: FileNotFoundError."""
-
-        def hashed(body: Any) -> str:
-            sha256 = hashlib.sha256()
-            for chunk in body.iter_chunks(1 << 20):
-                sha256.update(chunk)
-            return sha256.hexdigest()
-
-        return self._read(key, hashed)[0]
+        return self._read(key, lambda body: hashlib.file_digest(body, "sha256").hexdigest())[0]
 
     def _read(self, key: str, consume: Callable[[Any], T], **how: Any) -> tuple[T, dict[str, Any]]:
         """Return (`consume(body)`, response). If a response breaks off, which botocore does not
@@ -150,8 +143,7 @@ class Bucket:
         """Write an object from streamed content with a few parts at a time in memory."""
         with self._translated(key):
             whole_parts = io.BufferedReader(_Pieces(content))
-            config = _transfer(content.size)
-            self._client.upload_fileobj(whole_parts, self.name, key, Config=config)
+            self._client.upload_fileobj(whole_parts, self.name, key, Config=_transfer(content.size))
 
     def read_into(self, key: str, start: int, buffer: memoryview) -> None:
         """Fill `buffer`, which must not be empty, with the object's bytes from index `start` on.

@@ -204,7 +204,8 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
     """
     try:
         tree = json.loads(data)
-        _check_depth(tree)
+        if not _is_flat(tree, MAX_DEPTH):  # it could not be compared or written again
+            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
     except (ValueError, RecursionError) as error:
         raise ManifestDamaged(
             f"{where} is not JSON ({error}); a commit is never half written, so restore it from a"
@@ -218,19 +219,12 @@ def decode_commit(data: bytes, *, where: str = "manifest") -> list[Manifest]:
     return [Manifest.from_tree(child, where=where) for child in trees]
 
 
-def _check_depth(tree: Any) -> None:
-    """Raise ValueError for a tree that is nested too deep to be compared or written again."""
-    level = [tree] if isinstance(tree, dict | list) else []
-    for _ in range(MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, dict | list)
-        ]
-        if not level:
-            return
-    raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
+def _is_flat(tree: Any, levels: int) -> bool:
+    """Return True if lists and mappings are nested in at most so many levels."""
+    if not isinstance(tree, dict | list):
+        return True
+    children = tree.values() if isinstance(tree, dict) else tree
+    return levels > 0 and all(_is_flat(child, levels - 1) for child in children)
 
 
 def _culprit(value: Any, path: str = "value") -> str:

@@ -167,8 +167,11 @@ class PosixFolder:
         while True:
             epoch = _newest_epoch(leases)
             me = Holder.me(epoch + 1, parents)
-            temp = write_temp(leases, json.dumps(asdict(me)).encode())
-            try:
+            # FileNotFoundError: the live holder swept the temporary file away
+            with (
+                temporary(leases, json.dumps(asdict(me)).encode()) as temp,
+                contextlib.suppress(FileNotFoundError),
+            ):
                 if epoch and not _released(leases, epoch).exists():
                     last = _lease(leases, epoch)
                     # heartbeats carry the file system's clock, and so does the temporary file
@@ -176,10 +179,6 @@ class PosixFolder:
                     _read_holder(last).refuse_if_alive(silent_s, ttl_s=ttl_s, what=what)
                 if create_exclusively(temp, _lease(leases, me.epoch)):
                     return PosixLease(self._path, me, ttl_s, what)
-            except FileNotFoundError:
-                continue  # the live holder swept the temporary file away
-            finally:
-                discard(temp)
 
 
 class PosixLease(Lease):
@@ -198,8 +197,7 @@ class PosixLease(Lease):
     def commit(self, first: int, last: int, data: bytes) -> None:
         sync_folder(self._path / "blobs")
         path = self._path / "manifests" / f"{first:06d}.json"
-        temp = write_temp(path.parent, data)
-        try:
+        with temporary(path.parent, data) as temp:
             self.check()
             if not create_exclusively(temp, path):
                 committed = decode_commit(path.read_bytes(), where=str(path))[-1]
@@ -208,8 +206,6 @@ class PosixLease(Lease):
                     f" {committed.epoch}, not by this process ({self.holder.pid}, epoch"
                     f" {self.holder.epoch}); stop, and run the step again to continue from it"
                 )
-        finally:
-            discard(temp)
 
     def drop(self, first: int) -> None:
         folder = self._path / "manifests"
@@ -223,11 +219,8 @@ class PosixLease(Lease):
 
     def collect(self) -> None:
         self.check()
-        temp = write_temp(self._path, b"by `agentgym gc`\n")
-        try:
+        with temporary(self._path, b"by `agentgym gc`\n") as temp:
             create_exclusively(temp, self._path / COLLECTED)
-        finally:
-            discard(temp)
         self._empty()
 
     def begin_anew(self) -> None:
@@ -259,11 +252,8 @@ class PosixLease(Lease):
         os.utime(_lease(self._leases, self.holder.epoch))
 
     def _give_back(self, reason: str) -> None:
-        temp = write_temp(self._leases, reason.encode("utf-8", "replace"))
-        try:
+        with temporary(self._leases, reason.encode("utf-8", "replace")) as temp:
             create_exclusively(temp, _released(self._leases, self.holder.epoch))
-        finally:
-            discard(temp)
 
 
 def _sha256(path: Path) -> str:
@@ -311,6 +301,16 @@ def write_temp(folder: Path, data: bytes, *, mode: int = 0o666) -> Path:
     Errors: StoreFull; other OSErrors pass.
     """
     return write_pieces(folder, [memoryview(data)], len(data), mode=mode)
+
+
+@contextlib.contextmanager
+def temporary(folder: Path, data: bytes, *, mode: int = 0o666) -> Iterator[Path]:
+    """Yield the file of `write_temp` and discard it after the block, unless it was renamed."""
+    path = write_temp(folder, data, mode=mode)
+    try:
+        yield path
+    finally:
+        discard(path)
 
 
 def write_pieces(
@@ -401,11 +401,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     mode: permissions before the umask. Errors: StoreFull.
     """
     make_folder(path.parent)
-    temporary = write_temp(path.parent, data, mode=mode)
-    try:
-        temporary.replace(path)
-    finally:
-        discard(temporary)
+    with temporary(path.parent, data, mode=mode) as temp:
+        temp.replace(path)
 
 
 def discard(path: Path) -> None:

@@ -90,20 +90,15 @@ class RunStore:
         """Return the head of each step and key, oldest first. step: only this step's; key: only
         those whose key begins with it.
         """
-
-        def head_of(name: str) -> Manifest | None:
-            return _newest(self._backend.folder(name), name)
-
         matches = [match for name in self._backend.folders() if (match := FOLDER.fullmatch(name))]
         wanted = [
             match.string
             for match in matches
             if step in (None, match["step"]) and match["key"].startswith(key[:KEY_DIGITS])
         ]
-        heads = [head for head in self._backend.map(head_of, wanted) if head is not None]
-        return sorted(
-            (head for head in heads if head.key.startswith(key)), key=lambda head: head.created_at
-        )
+        heads = self._backend.map(lambda name: _newest(self._backend.folder(name), name), wanted)
+        known = [head for head in heads if head is not None and head.key.startswith(key)]
+        return sorted(known, key=lambda head: head.created_at)
 
     def marks(self) -> dict[str, str]:
         """Return name of each step's folder -> text that changes with its newest commit; the text

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 MANIFEST = re.compile(r"(?P<seq>\d{6,})-(?P<epoch>\d+)\.json")
+ENDED = "ended/{:06d}.txt"  # by epoch: the object with the reason why a lease was released early
 NUM_REPLACEMENTS = 5  # attempts to replace the head, which others change, before an error
 
 
@@ -133,11 +134,6 @@ class Head:
             ) from None
 
 
-def _ended_name(epoch: int) -> str:
-    """Return the name of the object with the reason why a holder released its lease early."""
-    return f"ended/{epoch:06d}.txt"
-
-
 class S3Folder:
     """The objects of one step, below its prefix."""
 
@@ -218,7 +214,7 @@ class S3Folder:
         if not head.released:
             return Tenure(head.holder, head.holder.is_alive(silent_s - 1, ttl_s=ttl_s), None)
         try:
-            reason = self.bucket.get(f"{self.path}/{_ended_name(head.holder.epoch)}")[0]
+            reason = self.bucket.get(f"{self.path}/{ENDED.format(head.holder.epoch)}")[0]
         except FileNotFoundError:
             reason = b""
         return Tenure(head.holder, False, reason.decode("utf-8", "replace"))
@@ -312,10 +308,8 @@ class S3Lease(Lease):
 
     def _give_back(self, reason: str) -> None:
         if reason:  # an object of its own: earlier versions refuse a head with another field
-            name = _ended_name(self.holder.epoch)
-            self._folder.bucket.put_if(
-                f"{self._folder.path}/{name}", reason.encode("utf-8", "replace"), None
-            )
+            key = f"{self._folder.path}/{ENDED.format(self.holder.epoch)}"
+            self._folder.bucket.put_if(key, reason.encode("utf-8", "replace"), None)
         self._replace(released=True)
 
     def _replace(self, **changes: Any) -> None:
