@@ -4,11 +4,11 @@ setting without meaning for a recipe is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from agentgym.algorithms.recipe import (
     Aggregation,
@@ -43,15 +43,13 @@ class AlgorithmConfig(Section):
         DEFAULT_RECIPE, "algorithm: grpo, ppo, dpo, or another row of agentgym/algorithms/recipe.py"
     )
 
-    @model_validator(mode="after")
-    def _check_bootstrap(self) -> Self:
+    def problems(self) -> Iterator[str]:
         truncated = getattr(self, "truncated", None)
         if truncated == "bootstrap" and not isinstance(self, ActorCriticConfig):
-            raise ValueError(
+            yield (
                 f"algorithm.truncated bootstrap needs a critic, and recipe {self.recipe}"
                 " has none; use zero or mask, or ppo"
             )
-        return self
 
 
 class PolicyGradientConfig(AlgorithmConfig):
@@ -115,39 +113,34 @@ class PolicyGradientConfig(AlgorithmConfig):
         examples=[0.01],
     )
 
-    @model_validator(mode="after")
-    def _check_kl(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         recipe = recipe_of(self.recipe)
         kl_place = self.kl_place or recipe.kl_place
         estimator = self.kl_estimator or recipe.kl_estimator
         if kl_place == "loss" and estimator == "k1":
-            raise ValueError(
+            yield (
                 f"algorithm.kl_estimator k1 with kl_place loss (recipe {self.recipe}) has no"
                 " expected gradient and holds the policy to nothing; use kl_estimator k2 or k3, or"
                 " kl_place reward"
             )
         if kl_place == "reward" and recipe.standardises_groups:
-            raise ValueError(
+            yield (
                 f"algorithm.kl_place reward with recipe {self.recipe}, which divides by the"
                 " deviation of each group: in a group of equal outcomes the noise of the KL"
                 " becomes advantages of +-1; use kl_place loss, or a recipe that does not divide"
                 " (rloo)"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_correction(self) -> Self:
         if self.importance_floor >= self.importance_cap:
-            raise ValueError(
+            yield (
                 f"algorithm.importance_floor {self.importance_floor:g} must be below importance_cap"
                 f" {self.importance_cap:g}"
             )
         if self.importance_floor and not self.correction.endswith("mask"):
-            raise ValueError(
+            yield (
                 f"algorithm.importance_floor {self.importance_floor:g} means nothing to correction"
                 f" {self.correction}, which has none; leave it out, or use a mask"
             )
-        return self
 
 
 class SequenceRatioConfig(PolicyGradientConfig):
@@ -187,13 +180,12 @@ class DynamicSamplingConfig(PolicyGradientConfig):
         1.0, "reward that an episode at the end of the budget loses"
     )
 
-    @model_validator(mode="after")
-    def _check_truncated(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.truncated == "mask":
-            raise ValueError(
+            yield (
                 f"algorithm.truncated mask empties the groups that {self.recipe} compares; use zero"
             )
-        return self
 
 
 class DiscountedConfig(PolicyGradientConfig):
@@ -204,14 +196,13 @@ class DiscountedConfig(PolicyGradientConfig):
         False, "a turn's reward stands on its own last token, not the sum on the episode's last"
     )
 
-    @model_validator(mode="after")
-    def _check_shuffled(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.turn_rewards and self.shuffle_rewards:
-            raise ValueError(
+            yield (
                 "algorithm.shuffle_rewards deals outcomes of whole episodes; use it with"
                 " turn_rewards false"
             )
-        return self
 
 
 class ActorCriticConfig(DiscountedConfig):

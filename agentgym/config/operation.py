@@ -5,8 +5,9 @@ clusters, alarms, and the gate of the registry. Most of them change no result.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BeforeValidator,
@@ -44,15 +45,13 @@ class RegistryConfig(Section):
         pattern=r"^[\w-]+$",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        """Raise ValueError for the aliases `latest` and v1, v2, ..., which MLflow reserves."""
+    def problems(self) -> Iterator[str]:
+        """Refuse the aliases `latest` and v1, v2, ..., which MLflow reserves."""
         if self.alias == "latest" or re.fullmatch(r"[vV]\d+", self.alias):
-            raise ValueError(
+            yield (
                 f"registry.alias {self.alias!r} has a meaning of its own in MLflow; name another"
                 " one, for example champion"
             )
-        return self
 
 
 class TrackingConfig(Section):
@@ -253,24 +252,22 @@ class KubeRayConfig(Section):
         24 * 3600, "deletion rules: seconds that an ended RayJob is kept for inspection"
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.deletion == "rules" and self.queue:
-            raise ValueError(
+            yield (
                 f"kuberay.deletion rules with kuberay.queue {self.queue}: Kueue suspends, which"
                 " KubeRay allows with shutdownAfterJobFinishes alone; use deletion shutdown"
             )
         if self.deletion == "rules" and self.keep_job_s < self.keep_cluster_s:
-            raise ValueError(
+            yield (
                 f"kuberay.keep_job_s {self.keep_job_s} is less than keep_cluster_s"
                 f" {self.keep_cluster_s}; a cluster does not outlive its RayJob"
             )
         if self.priority and not self.queue:
-            raise ValueError(
+            yield (
                 f"kuberay.priority {self.priority} is Kueue's, and kuberay.queue names none;"
                 " name one, or leave it out"
             )
-        return self
 
 
 class GateConfig(Section):

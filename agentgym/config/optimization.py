@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections.abc import Iterator
+from typing import Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from agentgym.config.section import Section, operational, setting
 
@@ -96,20 +97,18 @@ class LoraConfig(Section):
         (), "linear layers of the blocks; empty: all of them", examples=[["q_proj", "v_proj"]]
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.dropout:
-            raise ValueError(
+            yield (
                 f"lora.dropout {self.dropout:g}: the engine samples without dropout, and ratios"
                 " would be of two policies; leave it at 0"
             )
         if len(set(self.target_modules)) < len(self.target_modules):
-            raise ValueError(
+            yield (
                 f"lora.target_modules {list(self.target_modules)} names a layer twice; remove one"
             )
         if self.target_modules and not self.rank:
-            raise ValueError(
+            yield (
                 f"lora.target_modules {list(self.target_modules)} with lora.rank 0 trains no"
                 " adapter; give a rank, for example 16"
             )
-        return self

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, PositiveFloat, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, PositiveFloat, SerializeAsAny
 
 from agentgym.algorithms.recipe import recipe_of
 from agentgym.config.algorithm import AlgorithmConfig, algorithm_config
@@ -89,127 +90,127 @@ class RunConfig(Section):
     kuberay: KubeRayConfig = KubeRayConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
-    @model_validator(mode="after")
-    def _check_device(self) -> Self:
+    def problems(self) -> Iterator[str]:
+        yield from self._device_problems()
+        yield from self._recipe_problems()
+        yield from self._context_problems()
+        yield from self._environments_problems()
+        yield from self._compute_problems()
+
+    def _device_problems(self) -> Iterator[str]:
         if self.deterministic and self.compute_device != "cpu":
-            raise ValueError(
+            yield (
                 f"deterministic is promised on the CPU alone, and compute_device is"
                 f" {self.compute_device}; set one of the two otherwise"
             )
         if self.deterministic and self.rollout.engine == "vllm":
-            raise ValueError(
+            yield (
                 "deterministic is nothing vLLM can keep: its sums depend on what else is in the"
                 " batch, and so on which episode is faster; use rollout.engine torch with"
                 " deterministic"
             )
         if self.learner.offload_optimizer and self.compute_device == "cpu":
-            raise ValueError(
+            yield (
                 "learner.offload_optimizer with compute_device cpu: host memory is where the"
                 " optimizer's state is already; leave it out, or use compute_device cuda"
             )
         if self.rollout.engine_dtype != "auto" and self.rollout.engine == "torch":
-            raise ValueError(
+            yield (
                 f"rollout.engine_dtype {self.rollout.engine_dtype}: the built-in engine computes in"
                 " the weights' own; use auto, or rollout.engine vllm"
             )
         for name in ("worker", "rank"):
             gpus = getattr(self.ray, f"{name}_gpus")
             if self.compute == "ray" and (self.compute_device == "cuda") != bool(gpus):
-                raise ValueError(
+                yield (
                     f"compute_device {self.compute_device} with ray.{name}_gpus {gpus:g}; with cuda"
                     " every worker and rank needs a share of a GPU, with cpu it would hold one and"
                     " not use it"
                 )
             if self.ray.transport == "broadcast" and gpus % 1:
-                raise ValueError(
+                yield (
                     f"ray.transport broadcast with ray.{name}_gpus {gpus:g}: NCCL refuses two"
                     " processes on one GPU; use whole ones, or ray.transport object_store"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_recipe(self) -> Self:
+    def _recipe_problems(self) -> Iterator[str]:
         name, recipe = self.algorithm.recipe, recipe_of(self.algorithm.recipe)
         if recipe.needs_groups and self.rollout.group_size < 2:
-            raise ValueError(
+            yield (
                 f"rollout.group_size {self.rollout.group_size} leaves {name}"
                 " nothing to compare; use at least 2, or a recipe without groups"
             )
         if self.warm_start.source == "trajectories" and not self.warm_start.enabled:
-            raise ValueError(
+            yield (
                 "warm_start.source trajectories with warm_start.enabled false reads none; enable"
                 " it, or use source expert"
             )
         if self.algorithm.loop.imitates and not self.warm_start.enabled:
-            raise ValueError(
+            yield (
                 f"recipe {name} learns from demonstrations, and warm_start.enabled false makes"
                 " none; enable it, or use dpo"
             )
         if not self.algorithm.loop.samples_every_step and self.horizon.kind == "adaptive":
-            raise ValueError(
+            yield (
                 f"horizon.kind adaptive follows success step by step, which recipe {name} does not"
                 " sample; use stepwise"
             )
         if not self.algorithm.loop.samples_every_step and self.rollout.max_staleness:
-            raise ValueError(
+            yield (
                 f"rollout.max_staleness {self.rollout.max_staleness} means nothing to recipe"
                 f" {name}; leave it out, or use a recipe of reinforcement learning"
             )
         correction, share = getattr(self.algorithm, "correction", "none"), "rollout.engine_logprobs"
         if self.rollout.engine_logprobs < 1 and correction != "none":
-            raise ValueError(
+            yield (
                 f"{share} {self.rollout.engine_logprobs:g} with algorithm.correction {correction}:"
                 f" it corrects by the engine's log-probability of each token; use {share} 1, or"
                 " correction none"
             )
         if self.rollout.max_staleness and correction == "none":
-            raise ValueError(
+            yield (
                 f"rollout.max_staleness {self.rollout.max_staleness} samples with older weights,"
                 " for which algorithm.correction none does not correct; use token_truncate"
             )
         if self.deterministic and self.rollout.max_staleness:
-            raise ValueError(
+            yield (
                 f"rollout.max_staleness {self.rollout.max_staleness} overlaps rollouts with the"
                 " update, which no run repeats; use 0 with deterministic"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_context(self) -> Self:
+    def _context_problems(self) -> Iterator[str]:
         turn_limits = [*self.horizon.max_turns, self.evaluation.max_turns]
         if self.validation.every:
             turn_limits.append(self.validation.max_turns)
         longest = max(turn_limits)
         needed = longest * (self.rollout.max_new_tokens + self.rollout.observation_tokens)
         if needed > self.model.context_tokens:
-            raise ValueError(
+            yield (
                 f"model.context_tokens {self.model.context_tokens} is too small for {longest} turns"
                 f" of rollout.max_new_tokens {self.rollout.max_new_tokens} + observation_tokens"
                 f" {self.rollout.observation_tokens} = {needed}; raise it or shorten the horizon"
             )
         if self.rollout.examples and not self.rollout.instructions:
-            raise ValueError(
+            yield (
                 f"rollout.examples {self.rollout.examples} follow the instructions; set"
                 " rollout.instructions true, or examples 0"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _check_environments(self) -> Self:
+    def _environments_problems(self) -> Iterator[str]:
         for env in self.envs:
             if env.dialect != "native" and not env.endpoints:
-                raise ValueError(
+                yield (
                     f"env.dialect {env.dialect} of {env.name} needs env.endpoints: such servers are"
                     " not started here"
                 )
             if env.dialect != "native" and self.rollout.instructions:
-                raise ValueError(
+                yield (
                     "rollout.instructions begins with a server's instructions, and one of dialect"
                     f" {env.dialect} ({env.name}) has none"
                 )
         names = [env.name for env in self.envs]
         if len(set(names)) < len(names):
-            raise ValueError(
+            yield (
                 f"mix: the environments of a run must have different names, got {', '.join(names)};"
                 " remove one"
             )
@@ -217,41 +218,39 @@ class RunConfig(Section):
             of_pods = env.deploy == "kubernetes"
             room = env.max_sessions * max(1, len(env.endpoints))
             if not of_pods and self.rollout.concurrency > room:
-                raise ValueError(
+                yield (
                     f"rollout.concurrency {self.rollout.concurrency} is above env.max_sessions"
                     f" {env.max_sessions} ({env.name}); lower it or raise the other"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _check_compute(self) -> Self:
+    def _compute_problems(self) -> Iterator[str]:
         for name in ("worker", "rank"):
             if not getattr(self.ray, f"{name}_cpus") + getattr(self.ray, f"{name}_gpus"):
-                raise ValueError(
+                yield (
                     f"ray.{name}_cpus and ray.{name}_gpus are both 0; Ray places only what takes"
                     " room, a fraction is enough"
                 )
         num_gpus = self.vllm.tensor_parallel_size
         is_vllm_on_gpus = self.rollout.engine == "vllm" and self.compute_device == "cuda"
         if self.compute == "ray" and is_vllm_on_gpus and num_gpus > max(1, self.ray.worker_gpus):
-            raise ValueError(
+            yield (
                 f"vllm.tensor_parallel_size {num_gpus} with ray.worker_gpus"
                 f" {self.ray.worker_gpus:g}: an engine's processes run in its worker, each on a GPU"
                 f" of its own; set ray.worker_gpus {num_gpus}"
             )
         is_http = self.ray.address.startswith(("http://", "https://"))
         if self.compute == "ray" and self.deterministic:
-            raise ValueError(
+            yield (
                 "compute ray plays episodes in several processes, which no run repeats to the bit;"
                 " use inline with deterministic"
             )
         if self.compute == "ray-job" and not is_http:
-            raise ValueError(
+            yield (
                 f"ray.address {self.ray.address!r} must be a cluster's dashboard for compute"
                 " ray-job, e.g. http://127.0.0.1:8265"
             )
         if self.compute == "ray" and is_http:
-            raise ValueError(
+            yield (
                 f"ray.address {self.ray.address} is a dashboard; compute ray joins host:port or"
                 " auto, compute ray-job takes URLs"
             )
@@ -260,11 +259,10 @@ class RunConfig(Section):
             for kind, limit in (("cpus", "worker_cpus"), ("gpus", "worker_gpus")):
                 request, room = getattr(self.ray, f"{name}_{kind}"), getattr(self.kuberay, limit)
                 if request > room:
-                    raise ValueError(
+                    yield (
                         f"ray.{name}_{kind} {request:g} is more than kuberay.{limit} {room}: no pod"
                         " has room for it; raise the one or lower the other"
                     )
-        return self
 
     @property
     def adapts_warm_start(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection, Sequence
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]  # torch, MLflow and servers take signed 64 bits
@@ -64,6 +64,16 @@ def is_operational(info: FieldInfo) -> bool:
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def problems(self) -> Iterator[str]:
+        """Yield the error text of each rule between settings that they break; most have none."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _refuse_problems(self) -> Self:
+        if problem := next(self.problems(), None):
+            raise ValueError(problem)
+        return self
 
     def semantic(self) -> dict[str, Any]:
         """Return the fields that change a result, as plain JSON types."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from agentgym.config.optimization import OptimizerConfig
 from agentgym.config.section import ConfigError, Section, Seed, operational, setting
@@ -87,24 +87,22 @@ class EnvConfig(Section):
         " long after its last use",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.deploy == "kubernetes" and self.endpoints:
-            raise ValueError(
+            yield (
                 f"env.endpoints of {self.name} names running servers, and env.deploy kubernetes"
                 " starts some; leave one of them out"
             )
         if self.deploy == "local" and self.replicas != "auto":
-            raise ValueError(
+            yield (
                 f"env.replicas {self.replicas} of {self.name} with env.deploy local: one process"
                 " serves all sessions of this machine; leave it out, or use deploy kubernetes"
             )
         if self.endpoints and self.keep:
-            raise ValueError(
+            yield (
                 f"env.keep of {self.name} with env.endpoints: servers that were started elsewhere"
                 " outlive every run; leave it out"
             )
-        return self
 
     @property
     def is_elsewhere(self) -> bool:
@@ -152,24 +150,22 @@ class ModelConfig(Section):
     num_kv_heads: PositiveInt = setting(1, "source tiny: key and value heads")
     mlp_size: PositiveInt = setting(288, "source tiny: width of the feed-forward layers")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.source == "hub" and not self.name:
-            raise ValueError(
+            yield (
                 "model.name is empty; with source hub name a repository or folder, e.g."
                 " Qwen/Qwen2.5-7B-Instruct"
             )
         if self.hidden_size % self.num_heads or self.hidden_size // self.num_heads < 32:
-            raise ValueError(
+            yield (
                 f"model.hidden_size {self.hidden_size} / num_heads {self.num_heads} must be a whole"
                 " head dimension >= 32 (vLLM)"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            yield (
                 f"model.num_heads {self.num_heads} must be a multiple of num_kv_heads"
                 f" {self.num_kv_heads}"
             )
-        return self
 
 
 class WarmStartConfig(Section):
@@ -320,37 +316,35 @@ class HorizonConfig(Section):
         0.02, "adaptive: move to the next value if success grew by less than this", ge=0
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if self.kind == "fixed" and len(self.max_turns) != 1:
-            raise ValueError(
+            yield (
                 f"horizon.max_turns {list(self.max_turns)} has {len(self.max_turns)} values; a"
                 " fixed horizon takes one"
             )
         if self.kind == "adaptive":
             if list(self.max_turns) != sorted(set(self.max_turns)):
-                raise ValueError(
+                yield (
                     f"horizon.max_turns {list(self.max_turns)} of an adaptive horizon must grow"
                     " from value to value"
                 )
             if len(self.stage_steps) != 1:
-                raise ValueError(
+                yield (
                     f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)}"
                     " values; an adaptive horizon is one stage"
                 )
-            return self
+            return
         if list(self.max_turns) != sorted(self.max_turns):
-            raise ValueError(
+            yield (
                 f"horizon.max_turns {list(self.max_turns)} must not decrease; sort it or use a"
                 " fixed horizon"
             )
         if len(self.stage_steps) != len(self.max_turns):
-            raise ValueError(
+            yield (
                 f"horizon.stage_steps {list(self.stage_steps)} has {len(self.stage_steps)} values"
                 f" for {len(self.max_turns)} stages; give one number of steps per value of"
                 " horizon.max_turns"
             )
-        return self
 
 
 class EvaluationConfig(Section):
@@ -379,14 +373,12 @@ class EvaluationConfig(Section):
         256, "items per commit; a killed evaluation repeats at most this many"
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def problems(self) -> Iterator[str]:
         if max(self.k) > self.num_samples:
-            raise ValueError(
+            yield (
                 f"evaluation.k {list(self.k)} needs num_samples >= {max(self.k)}, got"
                 f" {self.num_samples}; pass@k is undefined for n < k"
             )
-        return self
 
 
 class ValidationConfig(Section):
