@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import yaml
 
 from agentgym.config import ConfigError
 from agentgym.data.items import LFS_POINTER, DataError
-from agentgym.deploy.owned import owned_process
+from agentgym.deploy.owned import finished_process, owned_process
 from agentgym.store.posix import discard, write_whole
 
 HUB_URL = "https://huggingface.co/datasets/AgentGym/AgentGym-RL-Data-ID"
@@ -271,15 +270,8 @@ def _resolve(url: str, rev: str) -> str:
             f"revision {rev!r} is no name of a commit; give a full commit id, a tag or a branch"
         )
     try:
-        result = subprocess.run(
-            ["git", "ls-remote", "--", url],
-            capture_output=True,
-            text=True,
-            timeout=GIT_TIMEOUT_S,
-            check=False,
-            env={**os.environ, "GIT_TERMINAL_PROMPT": "0"},
-            encoding="utf-8",
-        )
+        command, asks_nothing = ["git", "ls-remote", "--", url], {"GIT_TERMINAL_PROMPT": "0"}
+        result = finished_process(command, timeout_s=GIT_TIMEOUT_S, env=asks_nothing)
     except FileNotFoundError:
         raise ConfigError("`git` is not installed; importing a dataset needs it") from None
     except subprocess.TimeoutExpired:

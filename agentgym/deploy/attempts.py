@@ -79,27 +79,21 @@ class Transport(Protocol):
 
     def attempts(self, job: Job) -> Mapping[int, Look]:
         """Return attempt number -> state, for the attempts at the job that the cluster knows."""
-        ...
 
     def submit(self, job: Job, name: str) -> None:
         """Start the job as `name`, unless that exists. Errors: RayJobFailed, ConfigError."""
-        ...
 
     def look(self, name: str) -> Look | None:
         """Return the job's state; None if the cluster has no such job, or has forgotten it."""
-        ...
 
     async def tail(self, name: str, hear: Callable[[str], None]) -> None:
         """Pass each line of the log to `hear` once, until cancelled. The caller retries errors."""
-        ...
 
     def stop(self, name: str) -> None:
         """Stop the job; it may end only after this returns."""
-        ...
 
     def settle(self, job: Job) -> None:
         """Clean up after the step is done, when its attempts are no longer needed."""
-        ...
 
 
 def numbered(names: Mapping[str, Look], job: Job) -> dict[int, Look]:

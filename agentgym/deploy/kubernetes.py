@@ -138,8 +138,7 @@ def check_fleets(cfg: RunConfig) -> None:
 
 def missing(kube: Kube, cfg: RunConfig) -> list[str]:
     """Return a line for each obstacle to this run's fleets. Errors: ConfigError, KubeError."""
-    plan = Plan.of(cfg, of_fleets(cfg), "preflight", expert=False)
-    return no_key() + lacks(kube, plan.objects)
+    return no_key() + lacks(kube, Plan.of(cfg, of_fleets(cfg), "preflight", expert=False).objects)
 
 
 @contextlib.contextmanager
@@ -218,14 +217,9 @@ def _served(kube: Kube, cfg: RunConfig, group: Group, plan: Plan) -> Iterator[By
             addresses = first_addresses(kube, service, num=1, timeout_s=60.0)
             listings[service].say(addresses)
             reach(addresses)
+        urls = {service: f"http://{service}.{where.namespace}.svc:{PORT}" for service in listings}
         yield {
-            env: [
-                Endpoint(
-                    f"http://{service}.{where.namespace}.svc:{PORT}",
-                    token_of_fleet(service),
-                    str(listings[service].path),
-                )
-            ]
+            env: [Endpoint(urls[service], token_of_fleet(service), str(listings[service].path))]
             for env, service in services.items()
         }
 
@@ -258,8 +252,7 @@ def keep_fleet(kube: Kube, env: EnvConfig, plan: Plan) -> tuple[Group, Plan]:
         if obj["kind"] == "Deployment" and "replicas" in obj["spec"]:
             deployment = kube.find(DEPLOYMENT, obj["metadata"]["name"])
             present = deployment["spec"].get("replicas", 1) if deployment else 1
-            replicas = max(obj["spec"]["replicas"], present)
-            obj = obj | {"spec": obj["spec"] | {"replicas": replicas}}
+            obj = obj | {"spec": obj["spec"] | {"replicas": max(obj["spec"]["replicas"], present)}}
         objects.append(obj)
     send(kube, group, objects)
     return group, replace(plan, objects=tuple(objects))

@@ -19,7 +19,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from agentgym.config import ConfigError, EnvConfig
-from agentgym.deploy.owned import owned_process, tail
+from agentgym.deploy.owned import finished_process, owned_process, tail
 from agentgym.types import Endpoint
 from envs.wire import TOKEN_VARIABLE, ErrorKind, ErrorReply
 
@@ -71,7 +71,7 @@ def check_local_env(env: EnvConfig) -> None:
         return
     limit_s = env.start_timeout_s
     try:
-        checked = _finished([*_envs("serve", env), "--check"], timeout_s=limit_s)
+        checked = finished_process([*_envs("serve", env), "--check"], timeout_s=limit_s)
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"env: {env.name} did not check its options within {limit_s:g} s, which is"
@@ -94,7 +94,7 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
         raise IdentitiesUnknown(message)
     try:
         command, tasks = _envs("identities", env), json.dumps(list(task_ids))
-        result = _finished(command, timeout_s=IDENTITIES_TIMEOUT_S, given=tasks)
+        result = finished_process(command, timeout_s=IDENTITIES_TIMEOUT_S, given=tasks)
     except subprocess.TimeoutExpired:
         raise IdentitiesUnknown(f"no answer within {IDENTITIES_TIMEOUT_S:g} s") from None
     if result.returncode == BAD_INPUT and env.is_elsewhere:
@@ -115,15 +115,6 @@ def task_identities(env: EnvConfig, task_ids: Sequence[int]) -> list[str | None]
 
 def _envs(command: str, env: EnvConfig) -> list[str]:
     return [sys.executable, "-m", "envs", command, env.name, "--options", json.dumps(env.options)]
-
-
-def _finished(
-    command: Sequence[str], *, timeout_s: float, given: str = ""
-) -> subprocess.CompletedProcess[str]:
-    """Run a command and return its result. given: its stdin. Errors: subprocess.TimeoutExpired."""
-    return subprocess.run(
-        command, input=given, capture_output=True, timeout=timeout_s, encoding="utf-8", check=False
-    )
 
 
 def _refusal(stderr: str) -> str:

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from agentgym.config import ConfigError
+from agentgym.deploy.owned import finished_process
 
 Object = dict[str, Any]
 
@@ -169,14 +170,9 @@ def _patches(fleet: Fleet, *, autoscaled: bool) -> list[dict[str, Any]]:
         text = yaml.safe_dump([{"op": "add", "path": path, "value": value}])
         return {"target": {"kind": kind, "labelSelector": target}, "patch": text}
 
-    if autoscaled:
-        scaler = "HorizontalPodAutoscaler"
-        patches = [
-            patch(scaler, "/spec/minReplicas", fleet.replicas),
-            patch(scaler, "/spec/maxReplicas", 2 * fleet.replicas),
-        ]
-    else:
-        patches = [patch("Deployment", "/spec/replicas", fleet.replicas)]
+    num, kind = fleet.replicas, "HorizontalPodAutoscaler" if autoscaled else "Deployment"
+    sizes = {"minReplicas": num, "maxReplicas": 2 * num} if autoscaled else {"replicas": num}
+    patches = [patch(kind, f"/spec/{name}", size) for name, size in sizes.items()]
     token = "/spec/template/spec/containers/0/env/0/valueFrom/secretKeyRef/name"  # noqa: S105
     patches.append(patch("Deployment", token, f"env-{fleet.env}-{fleet.run}"))
     return patches + [
@@ -205,14 +201,7 @@ def _render(kustomization: Mapping[str, Any], manifests: Path) -> list[Object]:
             yaml.safe_dump(dict(kustomization)), encoding="utf-8"
         )
         try:
-            result = subprocess.run(
-                [kubectl, "kustomize", str(workdir)],
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT_S,
-                check=False,
-                encoding="utf-8",
-            )
+            result = finished_process([kubectl, "kustomize", folder], timeout_s=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise ConfigError(f"{kubectl} kustomize did not end within {TIMEOUT_S:g} s") from None
     overlay = manifests / kustomization["resources"][0]

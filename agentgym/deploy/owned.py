@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,20 @@ def owned_process(
         yield process
     finally:
         _stop(process)
+
+
+def finished_process(
+    command: Sequence[str], *, timeout_s: float, given: str = "", env: Mapping[str, str] = {}
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and return its result. given: its stdin. env: as `owned_process`.
+    Errors: subprocess.TimeoutExpired; FileNotFoundError if there is no such command.
+    """
+    how: dict[str, Any] = {
+        "capture_output": True,
+        "encoding": "utf-8",
+        "env": {**os.environ, **env},
+    }
+    return subprocess.run(command, input=given, timeout=timeout_s, check=False, **how)
 
 
 def tail(log_path: Path) -> str:

@@ -107,9 +107,8 @@ class RayJobs:
 
 def _look(job: JobDetails) -> Look:
     status = str(job.status)
-    phase = {"PENDING": Phase.WAITING, "RUNNING": Phase.RUNNING}.get(status, Phase.ENDED)
     return Look(
-        phase,
+        {"PENDING": Phase.WAITING, "RUNNING": Phase.RUNNING}.get(status, Phase.ENDED),
         status,
         message=job.message or "",
         exit_code=job.driver_exit_code,

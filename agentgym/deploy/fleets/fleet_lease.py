@@ -137,8 +137,7 @@ def renew(kube: Kube, group: Group) -> bool:
     lease = kube.find(LEASE, lease_name(group.run))
     if lease is None or lease["metadata"]["uid"] != group.uid:
         return False
-    now = Group.of(lease)
-    if not group.is_kept and now.holder != group.holder:
+    if not group.is_kept and Group.of(lease).holder != group.holder:
         return False
     version = {"resourceVersion": lease["metadata"]["resourceVersion"]}
     changes = {"metadata": version, "spec": {"renewTime": _now()}}
@@ -174,14 +173,13 @@ def dead_groups(
 
 def _lease(run: str, ttl_s: float, kept: bool) -> Object:
     now = _now()
-    labels = {**OWNED, RUN_LABEL: run, **({KEPT: "true"} if kept else {})}
     me = None if kept else Holder.me(epoch=0)
     return {
         "apiVersion": LEASE.api_version,
         "kind": LEASE.kind,
         "metadata": {
             "name": lease_name(run),
-            "labels": labels,
+            "labels": {**OWNED, RUN_LABEL: run, **({KEPT: "true"} if kept else {})},
             "annotations": {HOLDER: json.dumps(asdict(me) if me else None)},
         },
         "spec": {

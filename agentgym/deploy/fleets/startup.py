@@ -126,8 +126,7 @@ def send(kube: Kube, group: Group, objects: Sequence[Object]) -> None:
         if obj["kind"] == DEPLOYMENT.kind:
             give_token(kube, group, obj["metadata"]["name"])
     for obj in objects:
-        owned = obj["metadata"] | {"ownerReferences": [group.owner()]}
-        kube.apply(obj | {"metadata": owned})
+        kube.apply(obj | {"metadata": obj["metadata"] | {"ownerReferences": [group.owner()]}})
 
 
 def most_pods(objects: Sequence[Object]) -> int:
@@ -172,7 +171,8 @@ def wait_ready(kube: Kube, run: str, *, timeout_s: float, most: int) -> None:
     deployments: Sequence[Object] = ()
     reasons: list[Trouble] = []
     for deployments in kube.watch(DEPLOYMENT, labels={RUN_LABEL: run}, for_s=timeout_s, idle_s=1.0):
-        if deployments and all(_is_whole(deployment) for deployment in deployments):
+        whole = [num_ready(one) >= max(1, one["spec"].get("replicas", 1)) for one in deployments]
+        if whole and all(whole):
             logger.info("servers of %s are ready: %s", run, _progress(deployments))
             return
         if time.monotonic() - looked_at >= min(LOOK_S, timeout_s / 4):
@@ -247,10 +247,6 @@ def _left(kube: Kube, run: str, kinds: Sequence[Kind]) -> list[str]:
         for kind in kinds
         for obj in kube.list(kind, labels={RUN_LABEL: run}).items
     ]
-
-
-def _is_whole(deployment: Object) -> bool:
-    return num_ready(deployment) >= max(1, int(deployment["spec"].get("replicas", 1)))
 
 
 def _progress(deployments: Sequence[Object]) -> str:

@@ -57,8 +57,7 @@ class Upkeep:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Run the thread during the block. Then stop it without waiting, and remove the files."""
-        thread = threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True)
-        thread.start()
+        threading.Thread(target=self._run, name=f"fleet {self._group.run}", daemon=True).start()
         try:
             yield
         finally:

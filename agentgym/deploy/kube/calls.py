@@ -89,8 +89,7 @@ class Retries:
         draw: uniform in [0, 1), so that clients refused together do not return together.
         """
         backoff_s = min(self.first_s * 2.0 ** min(attempt, 20), self.longest_s) * (0.5 + 0.5 * draw)
-        requested_s = min(retry_after_s, 3 * self.longest_s)
-        return max(backoff_s, requested_s * (1 + 0.25 * draw))
+        return max(backoff_s, min(retry_after_s, 3 * self.longest_s) * (1 + 0.25 * draw))
 
     def may_retry(self, error: KubeError) -> bool:
         """Return True if another attempt may help."""
@@ -297,8 +296,7 @@ def error_of(status: int, body: str, doing: str) -> KubeError:
         GONE: (Gone, message),
         422: invalid,
     }
-    other = KubeError, f"the API server answered {status}: {message}"
-    error, text = answers.get(status, other)
+    error, text = answers.get(status, (KubeError, f"the API server answered {status}: {message}"))
     return error(f"{doing}: {text}", status)
 
 

@@ -250,7 +250,6 @@ class Kube:
         clock, retries = self.transport.clock, self.transport.retries
         end, version, attempt, heard_at = clock() + for_s, "", 0, clock()
         objects: dict[str, Object] = {}  # by uid
-        doing = f"watch of {kind.kind}"
         while (left_s := end - clock()) > 0:
             if not version:
                 listing = self.list(kind, labels=labels)
@@ -258,7 +257,7 @@ class Kube:
                 objects = {obj["metadata"]["uid"]: obj for obj in listing.items}
                 yield tuple(objects.values())
             events = self.transport.stream(
-                doing,
+                f"watch of {kind.kind}",
                 idle_s=idle_s,
                 resource=self._resource(kind),
                 namespace=self.namespace,
@@ -290,7 +289,6 @@ class Kube:
         """Return the last lines of a pod's output; empty if there are none, or no such container.
         previous: read the output of the container before its last restart.
         """
-        query = [("tailLines", lines), *([("previous", "true")] if previous else [])]
         try:
             output = self.transport.call(
                 "get",
@@ -299,7 +297,7 @@ class Kube:
                 resource=self._resource(POD),
                 namespace=self.namespace,
                 name=f"{pod}/log",
-                query_params=query,
+                query_params=[("tailLines", lines), *([("previous", "true")] if previous else [])],
             )
         except KubeError as error:
             if error.status in (MISSING, 400):  # the container never started
