@@ -196,10 +196,9 @@ def load_splits(path: Path, env: str, *, validation_fraction: float, seed: int) 
             )
     canonical = json.dumps({"env": env, **ids}, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
-    published = zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
     warnings = tuple(
         f"{env}: {len(ids[split])} {split} items, published are {count}; results do not compare"
-        for split, count in published
+        for split, count in zip(_FILES, PUBLISHED_COUNTS.get(env, (None, None)), strict=True)
         if count is not None and count != len(ids[split])
     )
     parts = {name: tuple(part) for name, part in items.items()}
@@ -257,15 +256,13 @@ class ItemStream:
 
     def most_distinct(self) -> int:
         """Return a lower bound of the largest `n` for which no `next(n)` has an item twice."""
-        shares = {
-            env: weight / sum(self._weights.values()) for env, weight in self._weights.items()
-        }
+        total, num = sum(self._weights.values()), len(self._weights)
         # each of k environments is less than 1 turn ahead of its share, so each is less than k - 1
         # behind it: two positions differ by less than k turns
-        slack = len(shares) if len(shares) > 1 else 0
+        slack = num if num > 1 else 0
         bounds = [
-            int((stream.num_items // 3 - slack) / shares[env])
-            for env, stream in self._streams.items()
+            int((self._streams[env].num_items // 3 - slack) / (weight / total))
+            for env, weight in self._weights.items()
         ]
         return max(0, min(bounds))
 

@@ -165,23 +165,17 @@ def load_trajectories(folder: Path, splits: Mapping[str, Splits]) -> list[Record
     for env, part in splits.items():
         path = _file_of(folder, env)
         _, recorded, refusals = read_file(path)
-        foreign = [
-            trajectory.refused(f"is of {trajectory.item.env}")
-            for trajectory in recorded
-            if trajectory.item.env != env
-        ]
+        foreign = [one.refused(f"is of {one.item.env}") for one in recorded if one.item.env != env]
         _refuse([*refusals, *foreign], "import them anew, see `agentgym data import-trajectories`")
         _refuse(
             outside(recorded, {env: part}),
             "import them anew with --drop-refused: the lists have changed since",
         )
         trained = {item.item_id for item in part.train}
-        train_trajectories = [
-            trajectory for trajectory in recorded if trajectory.item.item_id in trained
-        ]
-        if not train_trajectories:
+        kept = [one for one in recorded if one.item.item_id in trained]
+        if not kept:
             raise DataError(f"{path} holds no trajectory of a train item of {env}")
-        result += train_trajectories
+        result += kept
     return result
 
 
@@ -321,12 +315,11 @@ def _check_messages(rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         [message.get(name) for _, _, message in messages] for name in ("from", "value", "loss")
     )
     acts = [bool(turn % 2) and turn > _first(rows[index]) for index, turn, _ in messages]
-    others = ["" if _length(value) >= 0 else json.dumps(value)[:40] for value in values]
     columns: Columns = {
         "sender": (str, [who if who in SENDERS else json.dumps(who)[:40] for who in senders]),
         "expected": (str, [SENDERS[turn % 2] for _, turn, _ in messages]),
         "length": (int, [_length(value) for value in values]),
-        "other": (str, others),
+        "other": (str, ["" if _length(value) >= 0 else json.dumps(value)[:40] for value in values]),
         "is_action": (bool, acts),
         "loss": (str, [json.dumps(loss)[:40] for loss in losses]),
     }
