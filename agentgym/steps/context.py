@@ -311,9 +311,8 @@ class StepContext(StepReader):
         if not self._swept:  # files of a killed writer may take the space that is needed
             self.writer.prune(self.cfg.store.keep_checkpoints, also=self._best[1])
             self._swept = True
-        store_place = StorePlace.of(self.store)
         try:
-            return snapshot.write(store_place, self.writer.step, self.writer.key)
+            return snapshot.write(StorePlace.of(self.store), self.writer.step, self.writer.key)
         except FileNotFoundError:  # a newer holder of the lease may have removed it
             self.writer.check()
             raise

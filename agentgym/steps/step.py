@@ -128,16 +128,8 @@ class Step:
     @property
     def parents(self) -> tuple[str, ...]:
         """Names of all steps that it builds on, each once."""
-        built_on = (
-            self.data,
-            self.checkpoint,
-            self.start,
-            self.demonstrations,
-            self.baseline,
-            self.evaluation,
-            *self.told,
-            self.registration,
-        )
+        built_on = [self.data, self.checkpoint, self.start, self.demonstrations, self.baseline]
+        built_on += [self.evaluation, *self.told, self.registration]
         return tuple(dict.fromkeys(filter(None, built_on)))
 
 

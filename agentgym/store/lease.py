@@ -68,17 +68,9 @@ class Holder:
 
     @classmethod
     def me(cls, epoch: int, parents: Sequence[str] = ()) -> Self:
-        pid = os.getpid()
-        return cls(
-            epoch,
-            secrets.token_hex(8),
-            pid,
-            process_start(pid),
-            socket.gethostname(),
-            pid_space(),
-            time.time(),
-            tuple(parents),
-        )
+        pid, here = os.getpid(), (socket.gethostname(), pid_space())
+        me = pid, process_start(pid), *here
+        return cls(epoch, secrets.token_hex(8), *me, time.time(), tuple(parents))
 
     @classmethod
     def from_tree(cls, tree: Mapping[str, Any]) -> Self:

@@ -76,10 +76,7 @@ class S3Backend:
             b" seen to fail.\n"
         )
         self._bucket.upload(key, about)
-        for name, etag in (
-            ("If-None-Match", None),
-            ("If-Match", '"00000000000000000000000000000000"'),
-        ):
+        for name, etag in {"If-None-Match": None, "If-Match": f'"{"0" * 32}"'}.items():
             if self._bucket.put_if(key, about, etag) is not None:
                 raise ConfigError(
                     f"store.uri {self.root}: the service ignores {name} on PutObject, so it cannot"
@@ -105,18 +102,14 @@ class Head:
         """Return seq -> path below the step of each committed manifest file, in order.
         names: all files in manifests/, some without effect as their writer lost its lease.
         """
-        counting = {
-            int(match["seq"]): f"manifests/{match.string}"
-            for match in map(MANIFEST.fullmatch, names)
-            if match and int(match["epoch"]) == self._epoch_of(int(match["seq"]))
-        }
+        counting = {}
+        for match in filter(None, map(MANIFEST.fullmatch, names)):
+            seq = int(match["seq"])
+            # of the lease under which it was committed, if it was
+            epoch = next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
+            if seq < self.num_commits and int(match["epoch"]) == epoch:
+                counting[seq] = f"manifests/{match.string}"
         return dict(sorted(counting.items()))
-
-    def _epoch_of(self, seq: int) -> int:
-        """Return the epoch of the lease under which `seq` was committed; 0 if it was not."""
-        if seq >= self.num_commits:
-            return 0
-        return next((epoch for first, epoch in reversed(self.spans) if first <= seq), 0)
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1).encode()
