@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import yaml
 
@@ -59,16 +58,11 @@ def run_command(
                 raise RuntimeError(f"{title} did not end within {TIMEOUT_S:g} s\n{tail(log_path)}")
     if process.returncode:
         kind = ConfigError if process.returncode == BAD_INPUT else RuntimeError
-        line, page = _ending(log_path)
+        text = log_path.read_text(errors="replace", encoding="utf-8")
+        lines = ["it printed nothing", *filter(str.strip, text.splitlines())]
+        page = lines.pop() if lines[-1].startswith(PAGE) else ""
+        line = lines[-1].removeprefix("failed: ").removeprefix("error: ")
         error = kind(f"{title}: {line}; its log is {log_path}")
         if page:
             error.add_note(page)
         raise error
-
-
-def _ending(log_path: Path) -> tuple[str, str]:
-    """Return (the command's last line, the line after it that names a page; "" without one)."""
-    text = log_path.read_text(errors="replace", encoding="utf-8")
-    lines = ["it printed nothing", *filter(str.strip, text.splitlines())]
-    page = lines.pop() if lines[-1].startswith(PAGE) else ""
-    return lines[-1].removeprefix("failed: ").removeprefix("error: "), page

@@ -27,7 +27,7 @@ from agentgym.evaluation.policies import (
 )
 from agentgym.evaluation.protocol import EvaluationProtocol, EvaluationRequest
 from agentgym.models.architecture import has_weights
-from agentgym.pipeline.table import begun, open_store, run_key, run_label, steps_of
+from agentgym.pipeline.table import begun, known_steps, open_store, run_key, run_label
 from agentgym.rollouts.policies.engines import check_engine
 from agentgym.rollouts.policies.hosted import Endpoint, only_model
 from agentgym.rollouts.policies.prices import load_tariff
@@ -59,10 +59,9 @@ class Invited:
         """Return a line per environment on the policy's prompts; [] if it was trained here.
         rules: see `instructions`.
         """
-        instructions = self.instructions(rules)
-        return (
-            [] if self.contender.knows_rules else list(adapted_lines(self.protocol, instructions))
-        )
+        if self.contender.knows_rules:
+            return []
+        return list(adapted_lines(self.protocol, self.instructions(rules)))
 
 
 def invite(run: RunConfig, protocol: EvaluationProtocol, request: EvaluationRequest) -> Invited:
@@ -154,17 +153,9 @@ def _endpoint(request: EvaluationRequest) -> Endpoint:
     try:
         model = request.model or asyncio.run(only_model(request.policy, request.key_variable))
         tariff = load_tariff(request.prices, model) if request.prices else None
-        return Endpoint(
-            request.policy,
-            model,
-            request.key_variable,
-            request.timeout_s,
-            request.max_retries,
-            request.max_concurrency,
-            request.max_per_minute,
-            tariff,
-            request.max_cost,
-        )
+        at_once = request.max_concurrency, request.max_per_minute
+        limits = request.timeout_s, request.max_retries, *at_once, tariff, request.max_cost
+        return Endpoint(request.policy, model, request.key_variable, *limits)
     except ConfigError:
         raise
     except ValueError as error:
@@ -202,13 +193,8 @@ def _model_folder(name: PolicyName) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(
-            snapshot_download(
-                name.name,
-                revision=name.of or None,
-                allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"],
-            )
-        )
+        patterns = ["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        return Path(snapshot_download(name.name, revision=name.of or None, allow_patterns=patterns))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise ConfigError(f"policy {name.text} cannot be had from the Hub: {reason}") from None
@@ -219,11 +205,11 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
     Errors: ConfigError for an unknown run or step, or if the commit has no weights.
     """
     steps = delivered_steps(cfg).get(key_of_run(cfg, run)) if run else None
-    heads = (
-        _configured(cfg, store, name)
-        if steps is None
-        else {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}
-    )
+    if steps is None:
+        known_steps(cfg, name)
+        heads = begun(cfg, store)
+    else:
+        heads = {head.step: head for head in store.heads() if (head.step, head.key[:16]) in steps}
     manifest = heads.get(name)
     if manifest is None or not has_weights(manifest):
         having = [step for step, head in heads.items() if has_weights(head)]
@@ -234,14 +220,6 @@ def commit_of(cfg: RunConfig, store: RunStore, name: str, *, run: str = "") -> M
             f" weights: {', '.join(having) or 'none'}; runs with this step: {runs or 'none'}"
         )
     return manifest
-
-
-def _configured(cfg: RunConfig, store: RunStore, name: str) -> dict[str, Manifest]:
-    """Return step -> newest commit of this configuration. Errors: ConfigError for another name."""
-    table = steps_of(cfg)
-    if name not in table:
-        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
-    return begun(cfg, store)
 
 
 def key_of_run(cfg: RunConfig, run: str) -> str:

@@ -61,13 +61,12 @@ def require_current(cfg: RunConfig, params: str = PARAMS) -> None:
     wanted = yaml.safe_load(dvc_yaml(cfg, params))["stages"]
     missing, unknown = sorted(wanted.keys() - stages.keys()), sorted(stages.keys() - wanted.keys())
     both = (wanted.keys() & stages.keys()) - {LAST}  # its file is in the state folder of this run
-    changed = sorted(name for name in both if wanted[name] != stages[name])
     differences = [
         f"{', '.join(names)} {what}"
         for names, what in (
             (missing, "is missing in it"),
             (unknown, "is no step of this run"),
-            (changed, "is another one in it"),
+            (sorted(name for name in both if wanted[name] != stages[name]), "is another one in it"),
         )
         if names
     ]

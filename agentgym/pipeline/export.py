@@ -202,7 +202,8 @@ def card_of(lineage: Mapping[str, Any], base_name: str | None, *, is_adapter: bo
 
     name, settings = f"{lineage['step']} of {lineage['run']}", lineage["config"]["settings"]
     recipe = settings.get("algorithm", {}).get("recipe")
-    base = base_name if base_name and _is_repository(base_name) else None
+    is_published = REPOSITORY.fullmatch(base_name or "") and not Path(base_name or "").exists()
+    base = base_name if is_published else None  # a folder of this machine is no base for others
     results = list(_eval_results(lineage))
     data = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
@@ -227,11 +228,6 @@ def card_of(lineage: Mapping[str, Any], base_name: str | None, *, is_adapter: bo
         " stated here: those of the base model and of the data decide.",
     ]
     return "\n\n".join(parts) + "\n"
-
-
-def _is_repository(name: str) -> bool:
-    """Return True for the name of a repository of the Hub, False for a folder of this machine."""
-    return bool(REPOSITORY.fullmatch(name)) and not Path(name).exists()
 
 
 def _envs(settings: Mapping[str, Any]) -> list[str]:

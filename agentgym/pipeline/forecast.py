@@ -8,6 +8,7 @@ they may have.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -159,8 +160,7 @@ def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
     stepped = shape.num_trained * GRADIENT + (state - offloaded) // cfg.ray.num_ranks
     learner = weights + stepped + active
     learner += weights if getattr(cfg.algorithm, "kl_coef", 0) else 0
-    slots = _slots(cfg)
-    cached = slots * cfg.model.context_tokens * shape.kv_values * shape.itemsize
+    cached = _slots(cfg) * cfg.model.context_tokens * shape.kv_values * shape.itemsize
     cached += shape.num_parameters * 4 if widens else 0
     engine = weights + cached
     commit = commit or state + (shape.num_trained * shape.itemsize if is_adapter else weights)
@@ -193,9 +193,8 @@ def forecast(cfg: RunConfig, commit: int | None = None) -> Forecast:
 def _memory_of_gpu() -> int | None:
     import torch
 
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(0).total_memory)
+    is_there = torch.cuda.is_available()
+    return int(torch.cuda.get_device_properties(0).total_memory) if is_there else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,9 +216,7 @@ def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
     tree = cfg.model_dump(mode="json")
     chosen = []
     for path, default in sorted(defaults(tree).items()):
-        value: Any = tree
-        for name in path.split("."):
-            value = value[name]
+        value = functools.reduce(lambda part, name: part[name], path.split("."), tree)
         chosen.append(Chosen(path, value, default.value, default.why))
     return chosen
 
@@ -241,7 +238,6 @@ def shape_of(cfg: RunConfig) -> Shape:
     text = model.config.get_text_config(decoder=True)
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    mlp = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     trained = count
     if cfg.lora.rank:
         ends = chosen_modules(model, cfg.lora)
@@ -257,7 +253,7 @@ def shape_of(cfg: RunConfig) -> Shape:
         num_parameters=count,
         num_trained=trained,
         hidden_size=text.hidden_size,
-        mlp_size=mlp,
+        mlp_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         num_layers=text.num_hidden_layers,
         vocab_size=text.vocab_size,
         kv_values=2 * text.num_hidden_layers * heads * width,
@@ -339,8 +335,7 @@ def _activations(cfg: RunConfig, shape: Shape) -> int:
         if settings.activation_checkpointing
         else shape.num_layers * layer
     )
-    head = LOGITS_COPIES * 4 * min(chunk, tokens) * shape.vocab_size
-    return tokens * token_bytes + head
+    return tokens * token_bytes + LOGITS_COPIES * 4 * min(chunk, tokens) * shape.vocab_size
 
 
 def _slots(cfg: RunConfig) -> int:
@@ -358,7 +353,11 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
     if cfg.compute_device == "cpu":
         speed = matrix_speed(shape.hidden_size, shape.mlp_size)
         batched = slots / (slots + HALF_BATCH)
-        learning, playing = map(_gain, (cfg.learner_settings.threads, cfg.engine_threads))
+        cores = os.cpu_count() or 1
+        learning, playing = (  # speed of these threads, one per core at most, relative to one
+            1 + THREAD_GAIN * (min(threads, cores) - 1)
+            for threads in (cfg.learner_settings.threads, cfg.engine_threads)
+        )
         loads = 2 * LOAD_FLOP * shape.num_parameters / speed if cfg.model.source == "hub" else 0
 
         def on_cpu(work: Work) -> float:
@@ -386,11 +385,6 @@ def _clock(cfg: RunConfig, shape: Shape) -> tuple[Callable[[Work], float] | None
 
     text = f"{peak:.0f} TFLOP/s of the device, shares of it as measured on an H200"
     return on_gpu, GPU_STEP_S * num_steps, text
-
-
-def _gain(threads: int) -> float:
-    """Return the speed of `threads` threads, one per core at most, relative to one."""
-    return 1 + THREAD_GAIN * (min(threads, os.cpu_count() or 1) - 1)
 
 
 def matrix_speed(hidden_size: int, mlp_size: int) -> float:

@@ -46,7 +46,6 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
     Errors: ConfigError if the dataset is missing; ManifestError.
     """
     store = open_store(cfg)
-    live = {digest for holder in store.holders() for digest in holder.parents}
     heads = store.heads()
     reasons = kept(
         # a stored configuration is not the end of a run
@@ -60,7 +59,7 @@ def survey(cfg: RunConfig, pointers: Path) -> list[Survey]:
             **{head.digest: FOR_EVER[head.step] for head in heads if head.step in FOR_EVER},
             **{head.digest: "of this run" for head in begun(cfg, store).values()},
         },
-        live=live,
+        live={digest for holder in store.holders() for digest in holder.parents},
     )
     reasons |= {head.digest: "what a run was asked for" for head in heads if head.step == RUNS}
     return [Survey(head, store.num_bytes(head), reasons.get(head.digest, "")) for head in heads]
@@ -173,13 +172,12 @@ def kept(
     parent_digests = {parent for head in heads for parent in head.parents.values()}
     leaves = [head for head in heads if head.digest not in parent_digests]
     leaves.sort(key=lambda head: head.created_at)
-    newest = leaves[max(0, len(leaves) - runs) :]
     for head in heads:
         if head.digest in pinned:
             reasons[head.digest] = pinned[head.digest]
         elif (now - head.created_at) / DAY_S < days:
             reasons[head.digest] = f"younger than {days:g} days"
-    for head in newest:
+    for head in leaves[max(0, len(leaves) - runs) :]:
         reasons.setdefault(head.digest, f"one of the {runs} newest ends of runs")
     fresh = {head.digest for head in heads if now - head.created_at < FRESH_S}
     for digest in connected(heads, fresh.union(live)):

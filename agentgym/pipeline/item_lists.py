@@ -86,19 +86,30 @@ def make_lists(cfg: RunConfig, env: EnvConfig, train: str, test: str, folder: Pa
     items = {name: [Item(env.name, task, name) for task in tasks] for name, tasks in ids.items()}
     tasks = compare_tasks([env], Splits(tuple(items["train"]), (), tuple(items["test"]), "", ()))
     if tasks.unknown:
-        _open(cfg, env, [item for split in items.values() for item in dict.fromkeys(_ends(split))])
+        ends = [
+            end(part, key=lambda item: item.task_id)
+            for part in items.values()
+            for end in (min, max)
+        ]
+        _open(cfg, env, list(dict.fromkeys(ends)))
     files = write_lists(folder, env.name, ids["train"], ids["test"])
     warnings = (*tasks.repeated, *tasks.unknown)
     return MadeLists(ids["train"], ids["test"], files, warnings, bool(tasks.repeated))
 
 
-def check_lists(folder: Path, env: str, train: Sequence[int], test: Sequence[int]) -> None:
-    """Raise DataError if a list exists with other content."""
-    for file, data in _contents(folder, env, train, test).items():
+def check_lists(
+    folder: Path, env: str, train: Sequence[int], test: Sequence[int]
+) -> dict[Path, bytes]:
+    """Return file -> content of the lists. Errors: DataError if one exists with other content."""
+    rows = ([{"item_id": f"{env}_{task}"} for task in tasks] for tasks in (train, test))
+    texts = (f"{json.dumps(lines, indent=0)}\n".encode() for lines in rows)
+    contents = dict(zip(list_files(folder, env), texts, strict=True))
+    for file, data in contents.items():
         if file.exists() and (not file.is_file() or file.read_bytes() != data):
             raise DataError(
                 f"{file} exists with other content; remove it, or give another folder with --out"
             )
+    return contents
 
 
 def write_lists(
@@ -107,23 +118,10 @@ def write_lists(
     """Write the train and the test list of an environment in the published layout; return the
     files. Errors: see `check_lists`.
     """
-    check_lists(folder, env, train, test)
-    contents = _contents(folder, env, train, test)
+    contents = check_lists(folder, env, train, test)
     for file, data in contents.items():
         write_whole(file, data)
     return tuple(contents)
-
-
-def _contents(
-    folder: Path, env: str, train: Sequence[int], test: Sequence[int]
-) -> dict[Path, bytes]:
-    rows = ([{"item_id": f"{env}_{task}"} for task in tasks] for tasks in (train, test))
-    texts = (f"{json.dumps(lines, indent=0)}\n".encode() for lines in rows)
-    return dict(zip(list_files(folder, env), texts, strict=True))
-
-
-def _ends(items: Sequence[Item]) -> tuple[Item, Item]:
-    return min(items, key=lambda item: item.task_id), max(items, key=lambda item: item.task_id)
 
 
 def _open(cfg: RunConfig, env: EnvConfig, items: Sequence[Item]) -> None:

@@ -119,8 +119,7 @@ def answered(cfg: RunConfig, policy: str, protocol: EvaluationProtocol) -> Manif
     for head in reversed(store.heads(STEP)):
         if head.done and all(head.config.get(name) == wanted[name] for name in names):
             (first, *_) = store.history(STEP, head.key)
-            planned = read_plan(store, first)
-            if {(slot.env, slot.item_id) for slot in planned.slots} == ids:
+            if {(slot.env, slot.item_id) for slot in read_plan(store, first).slots} == ids:
                 return head
     return None
 
@@ -133,12 +132,11 @@ def protocol_for(cfg: RunConfig, request: EvaluationRequest) -> EvaluationProtoc
     if request.protocol:
         protocol = load_protocol(request.protocol, request.changes)
         return protocol.only(request.envs) if request.envs else protocol
-    envs = request.envs or tuple(env.name for env in cfg.envs)
     changes, reply = request.changes, request.changes.get("max_new_tokens", 0)
     is_model = PolicyName.parse(request.policy).who in (PolicyKind.ENDPOINT, PolicyKind.MODEL)
     if is_model and reply >= cfg.model.context_tokens:  # `invite` enlarges the context later
         changes = {"context_tokens": reply + 1, **changes}
-    return protocol_of_run(cfg, envs, changes)
+    return protocol_of_run(cfg, request.envs or tuple(env.name for env in cfg.envs), changes)
 
 
 def _evaluate(
@@ -177,17 +175,9 @@ def _evaluate(
                 return writer.commit(config=identity, timings={"wall_s": wall_s}, **parts)
 
             instructions, lines = invited.instructions(rules), invited.lines(rules)
-            ledger = Ledger.open(
-                store,
-                store.history(STEP, digest),
-                commit,
-                protocol,
-                Plan(
-                    slots_of(protocol, items, tasks),
-                    about(protocol, contender, instructions, lines),
-                    identity,
-                ),
-            )
+            description = about(protocol, contender, instructions, lines)
+            plan = Plan(slots_of(protocol, items, tasks), description, identity)
+            ledger = Ledger.open(store, store.history(STEP, digest), commit, protocol, plan)
             show_progress(progress, f"evaluate {contender.about}"[:34], ledger)
             for line in lines:
                 tell(line)
@@ -259,8 +249,7 @@ def regrade(cfg: RunConfig, digest: str, progress: Progress | None = None) -> Ev
         if trajectory.status.is_valid:
             key = (trajectory.item.item_id, trajectory.sample)
             actions[key] = tuple(turn.action for turn in trajectory.turns)
-    counted = sum(slot.counts for slot in slots)
-    if not counted:
+    if not any(slot.counts for slot in slots):
         raise ConfigError(f"evaluation {head.key[:12]} has no episode that could be graded again")
     contender = recorded_contender(head.key, head.records_digest, actions, before.about["policy"])
     ids = dict.fromkeys((slot.env, slot.item_id) for slot in slots)

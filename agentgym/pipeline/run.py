@@ -19,6 +19,7 @@ from agentgym.pipeline.stored_config import audit_for_gate, keep_run
 from agentgym.pipeline.table import (
     finished,
     key_of,
+    known_steps,
     open_store,
     run_key,
     run_label,
@@ -66,10 +67,8 @@ def run_step(
     Errors: ConfigError if the name is unknown or a parent is not done; LeaseHeld if another process
     runs the step; DigestMismatch, BlobMissing for stored content; LedgerUnavailable; AlarmStop.
     """
-    table = steps_of(cfg)
-    if name not in table:
-        raise ConfigError(f"unknown step {name!r}; this configuration has: {', '.join(table)}")
-    step, store = table[name], open_store(cfg)
+    table, store = known_steps(cfg, name), open_store(cfg)
+    step = table[name]
     done = finished(cfg, store)
     if missing := [parent for parent in step.parents if parent not in done]:
         raise ConfigError(
@@ -153,7 +152,11 @@ def _run_elsewhere(
     from agentgym.deploy.jobs import run_as_job
 
     head = store.head(step.name, key)
-    with _with_servers(_with_data(cfg, store), environment) as sent:
+    here = cfg
+    if is_elsewhere(cfg):  # the job fetches the data files from the store
+        data = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
+        here = cfg.model_copy(update={"data": data})
+    with _with_servers(here, environment) as sent:
         manifest = run_as_job(step.name, sent, store, run_key=run_key(cfg), key=key)
     confirm(cfg, store, step, manifest)
     return Outcome(step, manifest, "resumed" if head else "ran", head.seq + 1 if head else None)
@@ -182,16 +185,6 @@ def _with_servers(cfg: RunConfig, environment: Environment | None) -> Iterator[R
 
 def _own_servers(cfg: RunConfig) -> Environment:
     return lambda expert: environment_servers(cfg, expert, run_label(cfg))
-
-
-def _with_data(cfg: RunConfig, store: RunStore) -> RunConfig:
-    """If steps compute elsewhere, copy the data files into the store and return the configuration
-    with their digest; else return `cfg`.
-    """
-    if not is_elsewhere(cfg):
-        return cfg
-    kept = cfg.data.model_copy(update={"digest": keep_data(cfg, store)})
-    return cfg.model_copy(update={"data": kept})
 
 
 def require_key(name: str, cfg: RunConfig, expected: str) -> None:
@@ -321,8 +314,7 @@ def deliver(cfg: RunConfig, store: RunStore, step: Step, manifest: Manifest) -> 
     mark = delivery_mark(cfg, run_key(cfg), step.name, manifest.key)
     is_registration = step.kind is Kind.REGISTER
     recorded = mark.read_text(encoding="utf-8") if mark.is_file() else ""
-    is_delivered = recorded == _mark(cfg, step, manifest)
-    if is_delivered and not (is_registration and _is_lost(cfg)):
+    if recorded == _mark(cfg, step, manifest) and not (is_registration and _is_lost(cfg)):
         return
     deliver_step(
         cfg,

@@ -107,8 +107,7 @@ def _layer(semantic: Mapping[str, Any], cfg: RunConfig) -> dict[str, Any]:
     owned_envs = {env.name: env for env in cfg.envs}
 
     def placed(env: Mapping[str, Any]) -> dict[str, Any]:
-        there = owned_envs.get(env["name"], EnvConfig())
-        tree = there.model_dump(mode="json")
+        tree = owned_envs.get(env["name"], EnvConfig()).model_dump(mode="json")
         own_settings = {name: tree[name] for name in tree if _is_own(EnvConfig, name)}
         return {**_without_own(env, EnvConfig), **own_settings}
 
@@ -290,8 +289,7 @@ def _veto(store: RunStore, run_key: str) -> Audited:
     if head is None:
         return NO_AUDIT
     report = json.loads(store.read(head, AUDIT))
-    digests = {step.digest for step in store.heads()}
-    if not set(report.get("finals", {}).values()) <= digests:
+    if not set(report.get("finals", {}).values()) <= {step.digest for step in store.heads()}:
         return NO_AUDIT  # a step was run again since
     failed = [check for check in report["checks"] if not check["ok"]]
     if report["ok"] and not failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Sequence
@@ -27,32 +28,14 @@ DEMONSTRATE = "demonstrate"
 MODEL = ("seed", "deterministic", "compute_device", "env", "mix", "model")
 CONVERSATION = ("rollout.instructions", "rollout.examples", "rollout.action_format")
 DATA = ("seed", "data", "env", "mix", "warm_start.source")
-DEMONSTRATIONS = (
-    "seed",
-    "env",
-    "mix",
-    "warm_start.source",
-    "warm_start.num_demos",
-    *CONVERSATION,
-    "rollout.episode_timeout_s",
-)
+SHOWN = ("seed", "env", "mix", "warm_start.source", "warm_start.num_demos")
+DEMONSTRATIONS = (*SHOWN, *CONVERSATION, "rollout.episode_timeout_s")
 WARM_START = (*MODEL, "warm_start", "learner")
 TRAINING = (*MODEL, "rollout", "algorithm", "optimizer", "lora", "learner", "horizon", "validation")
-EVALUATION = (
-    "deterministic",
-    "compute_device",
-    "env",
-    "mix",
-    "model.context_tokens",
-    "rollout.engine",
-    "rollout.engine_dtype",
-    "rollout.max_new_tokens",
-    *CONVERSATION,
-    "rollout.episode_timeout_s",
-    "rollout.max_attempts",
-    "rollout.max_env_error_frac",
-    "evaluation",
-)
+ENGINE = ("rollout.engine", "rollout.engine_dtype", "rollout.max_new_tokens")
+FAILURES = ("rollout.episode_timeout_s", "rollout.max_attempts", "rollout.max_env_error_frac")
+PLAYED = ("deterministic", "compute_device", "env", "mix", "model.context_tokens", *ENGINE)
+EVALUATION = (*PLAYED, *CONVERSATION, *FAILURES, "evaluation")
 
 
 def steps_of(cfg: RunConfig) -> dict[str, Step]:
@@ -161,7 +144,6 @@ def _conclusion(cfg: RunConfig, steps: Sequence[Step]) -> tuple[Step, Step]:
 
 def _evaluation(checkpoint: str, title: str, baseline: str, playing: tuple[str, ...]) -> Step:
     """Return the evaluation step of a checkpoint, paired with `baseline` if that is not empty."""
-
     return Step(
         name=f"evaluate-{checkpoint}",
         title=title,
@@ -185,7 +167,6 @@ def _training(
     self-training refers to.
     """
     algorithm, loop = cfg.algorithm, cfg.algorithm.loop
-
     turns = (
         " > ".join(map(str, cfg.horizon.max_turns))
         if cfg.horizon.kind == "adaptive"
@@ -257,13 +238,10 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
 def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
     """Return dotted path -> value of the settings in the step's key."""
     tree = cfg.semantic()
-    result: dict[str, Any] = {}
-    for path in step.sections:
-        value: Any = tree
-        for part in path.split("."):
-            value = value[part]
-        result[path] = value
-    return result
+    return {
+        path: functools.reduce(lambda part, name: part[name], path.split("."), tree)
+        for path in step.sections
+    }
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
@@ -289,14 +267,19 @@ def begun(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:
     return heads
 
 
-def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
-    """Return these steps and their ancestors, in order. Errors: ConfigError for an unknown name."""
+def known_steps(cfg: RunConfig, *names: str) -> dict[str, Step]:
+    """Return `steps_of`. Errors: ConfigError if it lacks one of these names."""
     table = steps_of(cfg)
-    needed = set(names)
-    if unknown := needed - table.keys():
+    if unknown := set(names) - table.keys():
         raise ConfigError(
             f"unknown step {min(unknown)!r}; this configuration has: {', '.join(table)}"
         )
+    return table
+
+
+def with_parents(cfg: RunConfig, *names: str) -> tuple[str, ...]:
+    """Return these steps and their ancestors, in order. Errors: ConfigError for an unknown name."""
+    table, needed = known_steps(cfg, *names), set(names)
     for name in reversed(table):  # parents come before their children
         if name in needed:
             needed.update(table[name].parents)
@@ -309,7 +292,6 @@ def _prepare(ctx: StepContext) -> Manifest:
     splits = replace(splits, warnings=(*splits.warnings, *tasks.repeated, *tasks.unknown))
     for warning in splits.warnings:
         logger.warning("%s", warning)
-    sizes = {name: len(getattr(splits, name)) for name in ("train", "validation", "test")}
     recorded = load_recorded(ctx.cfg)
     return ctx.commit(
         done=True,
@@ -320,7 +302,7 @@ def _prepare(ctx: StepContext) -> Manifest:
             **({RECORDED: encode(recorded)} if recorded else {}),
         },
         results={
-            **sizes,
+            **{name: len(getattr(splits, name)) for name in ("train", "validation", "test")},
             "digest": splits.digest,
             "warnings": list(splits.warnings),
             **({"trajectories": len(recorded)} if recorded else {}),

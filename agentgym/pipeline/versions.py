@@ -155,14 +155,13 @@ def _of_version(
 ) -> dict[str, Any]:
     tags = version_tags(promotions.tracker, promotions.model, version.number)
     source = version_run_tags(promotions.tracker, promotions.model, version.number)
-    checkpoint = heads.get(version.checkpoint)
     made_of = list(ancestors(heads, version.checkpoint))
     return {
         "model": promotions.model,
         "version": version.number,
         "checkpoint": version.checkpoint,
         "run": f"r{version.run_key[:SHORT]}" if version.run_key else None,
-        "in_store": checkpoint is not None,
+        "in_store": version.checkpoint in heads,
         "steps": [{**step_of(head), "at": head.created_at} for head in made_of],
         "data": data_of(made_of),
         "source": {name: source[name] for name in SOURCE if name in source},
