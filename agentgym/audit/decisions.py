@@ -50,6 +50,7 @@ from agentgym.tracking.mlflow import local_path
 from agentgym.tracking.reaching import has_file, reaching
 from agentgym.tracking.registry import alias_version, all_models, version_run, version_tags
 
+Draws = tuple[int | None, int | None, int]  # episodes to play again, to score again; seed
 WEIGHTS = "weights"  # the parent under which an evaluation's record has the version's checkpoint
 
 
@@ -305,25 +306,19 @@ def _check_tags(promotions: Promotions, entries: Sequence[Entry], checks: Checks
         files = (folder / FOLDER).glob("*.json") if folder else ()
         others = {sha256(path.read_bytes()) for path in files if _is_anothers(path, entries)}
         if tags[DECISION] in others:
-            why = "an earlier release wrote it for another store"
-            checks.skip(f"tag of version {number}", why)
+            checks.skip(f"tag of version {number}", "an earlier release wrote it for another store")
             continue
         where = f"{promotions.model} version {number}"
         checks.expect(where, "its decision is in the history", True, tags[DECISION] in known)
 
 
 def check_judged(
-    cfg: RunConfig,
-    store: RunStore,
-    entry: Entry,
-    draws: tuple[int | None, int | None, int],
-    checks: Mapping[str, Checks],
+    cfg: RunConfig, store: RunStore, entry: Entry, draws: Draws, checks: Mapping[str, Checks]
 ) -> None:
     """Check the evaluations by the gate's protocol that a decision names: digest and settings,
     their episodes played again on new servers, tokens, log-probabilities and draws. Runs' own
     evaluations are left out; the last three are skipped if the weights are not in this store.
 
-    draws: (episodes to play again, episodes to score again, seed), as in `audit`.
     checks: receive the results, by the names in CHECKS.
     """
     num_episodes, num_rescored, seed = draws
@@ -362,8 +357,7 @@ def _weights(store: RunStore, version: Version) -> Manifest | None:
     """Return a copy of the commit with a version's weights, its `global_step` set to 0. None if the
     store has no such commit.
     """
-    heads = (head for head in store.heads() if head.digest == version.checkpoint)
-    head = next(heads, None)
+    head = next((head for head in store.heads() if head.digest == version.checkpoint), None)
     # an evaluation of a registered version counts no optimizer steps
     return head and head.model_copy(update={"state": {**head.state, "global_step": 0}})
 

@@ -172,11 +172,9 @@ def _check_chance(
     turns = sum(1 + len(episode.turns) for episode in alike)
     share = (1 + sum(1 + len(episode.turns) for episode in alike if episode.success)) / (2 + turns)
     checks.counted += 1
-    num_succeeded = sum(any(successes) for successes in outcomes.values())
-    num_failed = sum(not all(successes) for successes in outcomes.values())
     for what, num_hits, rate in (
-        ("would have succeeded", num_succeeded, share),
-        ("would have failed", num_failed, 1 - share),
+        ("would have succeeded", sum(map(any, outcomes.values())), share),
+        ("would have failed", sum(not all(some) for some in outcomes.values()), 1 - share),
     ):
         chance = bdtr(num_hits, len(outcomes), rate)
         if chance < MAX_CHANCE:

@@ -125,19 +125,13 @@ class Checks:
             self.fail(f"{where}: cannot be checked: {type(error).__name__}: {error}")
 
     def check(self) -> Check:
-        return Check(
-            self.name,
-            self.counted,
-            self.left_out.total(),
-            tuple(self.failures),
-            self.num_failures,
-            "; ".join(self.notes),
-            tuple(
-                f"{what}{f' ({num})' if num > 1 else ''}, {why}"
-                for (what, why), num in self.left_out.items()
-            ),
-            self.num_unproven,
+        counts = self.counted, self.left_out.total()
+        failures, note = (tuple(self.failures), self.num_failures), "; ".join(self.notes)
+        not_checked = tuple(
+            f"{what}{f' ({num})' if num > 1 else ''}, {why}"
+            for (what, why), num in self.left_out.items()
         )
+        return Check(self.name, *counts, *failures, note, not_checked, self.num_unproven)
 
 
 def _short(value: object) -> str:

@@ -148,8 +148,7 @@ def _check_parent_run(
     report = final_of(steps, Kind.REPORT)
     files = {}
     if report is not None:
-        note = note_of_pipeline(cfg, tracker, report, key, run.info.run_id)
-        tags |= note_tags(note)
+        tags |= note_tags(note_of_pipeline(cfg, tracker, report, key, run.info.run_id))
         files = {name: store.read(report, name) for name in (*report.blobs, *report.records)}
         _check_ended(where, run, checks)
     _check_tags(where, run, tags, checks)
@@ -262,9 +261,8 @@ def _check_model(tracker: Tracker, record: StepRecord, run_id: str, checks: Chec
     there = model.model_type, model.status
     checks.expect(where, "kind and state", ("checkpoint", "READY"), there)
     checks.expect(where, "parameters", checkpoint_params(final), dict(model.params))
-    tags = {STORE_KEY: final.parents[step], "step": step}
     shown_tags = {name: text for name, text in model.tags.items() if name != "store"}
-    checks.expect(where, "tags", tags, shown_tags)
+    checks.expect(where, "tags", {STORE_KEY: final.parents[step], "step": step}, shown_tags)
     if model.tags.get("store") != plain(record.store.root):
         checks.skip("tag store of a checkpoint", "the store is elsewhere now")
     # a checkpoint that another evaluation measured too has numbers of several runs
@@ -290,13 +288,8 @@ def _check_traces(tracker: Tracker, record: StepRecord, run_id: str, checks: Che
     If the run has traces, those of all episodes that `drawn` chooses must be there.
     """
     assert record.final is not None
-    traces = list(
-        all_pages(
-            lambda token: tracker.client.search_traces(
-                locations=[tracker.experiment_id], run_id=run_id, max_results=PAGE, page_token=token
-            )
-        )
-    )
+    query = {"locations": [tracker.experiment_id], "run_id": run_id, "max_results": PAGE}
+    traces = list(all_pages(lambda token: tracker.client.search_traces(**query, page_token=token)))
     commit, episodes = episodes_of(record.store, record.final)
     committed = {trace_id_of(commit, episode): episode for episode in episodes}
     chosen = drawn(episodes, record.final.key, record.cfg.tracking.traces)

@@ -80,7 +80,7 @@ def check_registry(
         checks.skip(f"{where}: its evaluation", "another run that reached it speaks of its own")
         wanted = {tag: text for tag, text in wanted.items() if not tag.startswith(OF_RUN)}
     promotions = Promotions(store, tracker, name, str(registered["alias"]))
-    _check_shown(promotions, version, logged, wanted, where, checks)
+    _check_shown(promotions, version, logged, wanted, checks)
     checks.expect(name, "description", ABOUT, model.description)
     for tag in sorted(model.tags):
         if not tag.startswith(HOME):  # the decisions check reads this tag
@@ -100,16 +100,12 @@ def check_registry(
 
 
 def _check_shown(
-    promotions: Promotions,
-    version: Any,
-    logged: Any,
-    wanted: Mapping[str, str],
-    where: str,
-    checks: Checks,
+    promotions: Promotions, version: Any, logged: Any, wanted: Mapping[str, str], checks: Checks
 ) -> None:
     """Check state, source, tags and description of a version in MLflow, also those of the last
     decision on it. logged: its logged model, if it has one; wanted: its tags from the registration.
     """
+    where = f"{version.name} version {version.version}"
     state = version.status, version.current_stage, version.status_message
     checks.expect(where, "state", ("READY", "None", None), state)
     if logged is not None:

@@ -5,9 +5,9 @@ functions that reported them.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from typing import Any
 
 from agentgym.audit.findings import Checks
@@ -94,8 +94,7 @@ def read_splits(
     if cfg.warm_start.source == "trajectories":
         imported = decode(store.read(prepare, RECORDED))
         checks.expect(where, "trajectories of others", load_recorded(cfg), imported)
-        num_imported = results.get("trajectories")
-        checks.expect(where, "number of trajectories", len(imported), num_imported)
+        checks.expect(where, "number of trajectories", len(imported), results.get("trajectories"))
     return recorded
 
 
@@ -131,8 +130,7 @@ def check_numbers(
         known = [final.results for final in evaluations if final]
         for side in ("before", "after"):
             what = f"results {side}, as one of the evaluations'"
-            is_known = record.final.results[side] in known
-            checks.expect(record.at(record.final), what, True, is_known)
+            checks.expect(record.at(record.final), what, True, record.final.results[side] in known)
         _check_report(record, record.final, checks)
 
 
@@ -205,8 +203,7 @@ def _check_report(record: StepRecord, final: Manifest, checks: Checks) -> None:
         checks.skip(
             "seconds in the report's section Time", f"{', '.join(ran_again)} ran again after it"
         )
-    equal = takewhile(lambda pair: pair[0] == pair[1], zip(page, shown, strict=False))
-    at = sum(1 for _ in equal)
+    at = len(os.path.commonprefix([page, shown]))  # noqa: RUF071 (they are no paths)
     part = slice(0 if page == shown else max(0, at - 40), at + 100)
     checks.expect(where, f"{PAGE}, made again, from byte {part.start}", page[part], shown[part])
 
@@ -244,8 +241,7 @@ def _check_recorded(record: StepRecord, recorded: Sequence[Recorded], checks: Ch
         played = [turn.action for turn in episode.turns]
         if episode.status is Status.TERMINATED:
             actions = actions[: len(played)]
-        where = place(record.at(commit), episode)
-        checks.expect(where, "actions as imported", actions, played)
+        checks.expect(place(record.at(commit), episode), "actions as imported", actions, played)
 
 
 def _check_warm_start(record: StepRecord, checks: Checks) -> None:

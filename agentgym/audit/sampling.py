@@ -57,7 +57,7 @@ def check_sampling(
     sources = weights_of_versions(record, record.checkpoint)
     logged = [(place(record.at(commit), episode), episode) for commit, episode in record.logged]
     random_seed = cfg.seed if record.stage is not None else cfg.evaluation.seed
-    groups: dict[int, list[tuple[str, Trajectory]]] = {}
+    groups: dict[int, list[Logged]] = {}
     for where, episode in logged:
         versions = {turn.version for turn in episode.turns}
         if not versions <= sources.keys():
@@ -105,6 +105,9 @@ def weights_of_versions(record: StepRecord, checkpoint: Manifest) -> Mapping[int
     return sources
 
 
+Logged = tuple[str, Trajectory]  # where it is, for messages, and an episode
+
+
 @dataclass(frozen=True, slots=True)
 class _Turn:
     """One action of n tokens, recomputed under the weights."""
@@ -115,6 +118,9 @@ class _Turn:
     drawn: Tensor  # [n] tokens that the sample's random numbers give
     outside: Tensor  # [n], see Distribution.distance
     below: Tensor  # [n]
+
+
+Judged = tuple[str, Trajectory, list[_Turn]]
 
 
 class _Deviations:
@@ -144,10 +150,9 @@ class _Deviations:
         if not off.any():
             return ""
         self._num_beyond += int(off.sum())
-        first = int(off.nonzero()[0])
         if self.is_beyond(values):
             return describe(int((~(values <= self._most)).nonzero()[0]))
-        self._beyond.append(describe(first))
+        self._beyond.append(describe(int(off.nonzero()[0])))
         return ""
 
     def is_beyond(self, values: Tensor) -> bool:
@@ -185,7 +190,7 @@ class _Judge:
         cfg: RunConfig,
         checkpoint: Checkpoint,
         seed: int,
-        logged: Sequence[tuple[str, Trajectory]],
+        logged: Sequence[Logged],
         rescore: Checks,
         sampling: Checks,
         logged_share: float = 1.0,
@@ -204,15 +209,13 @@ class _Judge:
             self._outside = _Deviations(self.tolerance.mass, self.tolerance)
             self._below = _Deviations(self.tolerance.nats, self.tolerance)
 
-    def turns_of(
-        self, episodes: Sequence[tuple[str, Trajectory]], version: int
-    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+    def turns_of(self, episodes: Sequence[Logged], version: int) -> Iterator[Judged]:
         """Yield (place, episode, turns that `version` sampled), shortest episodes first, several in
         one forward. The place is the text that names the episode.
 
         Episodes with impossible ids, spans or lengths are failures and are not yielded.
         """
-        sound: list[tuple[str, Trajectory]] = []
+        sound: list[Logged] = []
         for where, episode in episodes:
             if not all(0 <= token < self._vocabulary for token in episode.input_ids):
                 self._rescore.fail(f"{where}: token ids outside 0 .. {self._vocabulary - 1}")
@@ -228,7 +231,7 @@ class _Judge:
             else:
                 sound.append((where, episode))
         size = 0
-        chunk: list[tuple[str, Trajectory]] = []
+        chunk: list[Logged] = []
         for entry in sorted(sound, key=lambda pair: len(pair[1].input_ids)):  # little padding
             if chunk and size + len(entry[1].input_ids) > FORWARD_TOKENS:
                 yield from self._forward(chunk, version)
@@ -238,9 +241,7 @@ class _Judge:
         if chunk:
             yield from self._forward(chunk, version)
 
-    def _forward(
-        self, chunk: Sequence[tuple[str, Trajectory]], version: int
-    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+    def _forward(self, chunk: Sequence[Logged], version: int) -> Iterator[Judged]:
         """Yield (place, episode, turns that `version` sampled) for each episode.
         In half precision, an episode with a token beyond a hard bound is computed again in float32,
         because the audit rounds as much as the engine.
@@ -268,9 +269,7 @@ class _Judge:
         return False
 
     @torch.inference_mode()
-    def _computed(
-        self, chunk: Sequence[tuple[str, Trajectory]], version: int
-    ) -> Iterator[tuple[str, Trajectory, list[_Turn]]]:
+    def _computed(self, chunk: Sequence[Logged], version: int) -> Iterator[Judged]:
         starts = np.cumsum([0, *(len(episode.input_ids) for _, episode in chunk)])
         ids = torch.tensor([token for _, episode in chunk for token in episode.input_ids])
         layout = PackedSequences(torch.tensor(starts))

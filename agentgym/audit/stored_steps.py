@@ -109,13 +109,12 @@ def read_steps(
 
 
 def _check_content(record: StepRecord, commit: Manifest, checks: Checks) -> None:
-    head = record.commits[-1]
     for name in (*commit.blobs, *commit.records):
         checks.counted += 1
         try:
             data = record.store.read(commit, name)
         except BlobMissing as error:
-            if name in commit.blobs and commit.seq < head.seq:
+            if name in commit.blobs and commit.seq < record.commits[-1].seq:
                 checks.counted -= 1
                 checks.skip("files of pruned weights", "store.keep_checkpoints keeps newer ones")
             else:
@@ -210,7 +209,6 @@ def _check_offline_stage(record: StepRecord, stage: Stage, splits: Splits, check
     """
     assert record.checkpoint is not None
     items = [item.item_id for item in explored_items(record.cfg, splits, record.checkpoint)]
-    begin = int(record.checkpoint.state.get("stream_position", 0))
     explored, step = 0, stage.first_step - 1
     for commit in record.commits:
         # empty once all were played
@@ -222,7 +220,7 @@ def _check_offline_stage(record: StepRecord, stage: Stage, splits: Splits, check
                 step += 1
         expected = {
             "global_step": step,
-            "stream_position": begin + explored,
+            "stream_position": int(record.checkpoint.state.get("stream_position", 0)) + explored,
             "consumed": chunk,
             "max_turns": stage.max_turns,
         }

@@ -107,8 +107,7 @@ def _taken_again(record: StepRecord) -> dict[str, Tensor]:
         learned = [episode for episode, reason in zip(played, reasons, strict=True) if not reason]
         if learned:
             batch = batch_of(cfg, algorithm, learned, step)
-            prepared = learner.prepare(batch, algorithm, step=step)
-            experience = with_advantages(prepared, algorithm)
+            experience = with_advantages(learner.prepare(batch, algorithm, step=step), algorithm)
             learner.update(experience, algorithm, step=step, seed=cfg.seed)
     return learner.weights()
 

@@ -14,7 +14,6 @@ from agentgym.config.algorithm import (
     max_refills,
 )
 from agentgym.config.load import (
-    RENAMED,
     Setting,
     config_digest,
     first_line,
@@ -38,7 +37,7 @@ from agentgym.config.sections import (
 )
 
 __all__ = [
-    "RENAMED", "ActorCriticConfig", "AlarmsConfig", "ChatConfig", "ConfigError",
+    "ActorCriticConfig", "AlarmsConfig", "ChatConfig", "ConfigError",
     "DiscountedConfig", "DynamicSamplingConfig", "EnvConfig", "EvaluationConfig",
     "ExplorationConfig", "GateConfig", "HorizonConfig", "KubeRayConfig", "KubernetesConfig",
     "LearnerConfig", "LoraConfig", "ModelConfig", "OptimizerConfig", "PolicyGradientConfig",
