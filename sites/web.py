@@ -136,8 +136,7 @@ class Request:
 
     def day(self, name: str, label: str) -> date | None:
         """Parse the query's date `name`; None if empty. Errors: Refused, naming `label`."""
-        value = self.query.get(name, "").strip()
-        return parse_day(value, label) if value else None
+        return parse_day(self.query.get(name, "").strip(), label)
 
     def changed(self, **changes: Any) -> str:
         """Return path and query of this page, with these query values changed or added."""
@@ -309,9 +308,10 @@ def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
     return {name: values[-1] for name, values in repeated.items()}, repeated
 
 
-def parse_day(value: str, label: str) -> date:
+def parse_day(value: str, label: str) -> date | None:
+    """Parse a date; None if `value` is empty. Errors: Refused, naming `label`."""
     try:
-        return datetime.strptime(value, "%Y-%m-%d").date()
+        return datetime.strptime(value, "%Y-%m-%d").date() if value else None
     except ValueError:
         raise Refused(f"{label} must be a date such as 2024-03-15.") from None
 

@@ -5,22 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sites.hub.records import TODAY, MergeRequest, Project
-from sites.hub.site import check, commented, me, next_iid, people, project, site
+from sites.hub.site import check, commented, me, next_iid, on_project, people, site
 from sites.web import NotFound, Refused, Request, Response, existing, matches
 
 _STATES = {"Open": "Open", "Merged": "Merged", "Closed": "Closed", "all": "All"}
 
 
-@site.get("/{ns}/{name}/-/merge_requests")
-def merge_requests(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/merge_requests")
+def merge_requests(request: Request, repo: Project) -> Response:
     requests = request.world.hub.merge_requests.where("project_id", repo.id)
     state, search = request.choice("state", _STATES, "Open"), request.query.get("search", "")
-    chosen = [
-        merge
-        for merge in requests
-        if state in ("all", merge.state) and matches(search, merge.title)
-    ]
+    shown = [merge for merge in requests if state in ("all", merge.state)]
+    chosen = [merge for merge in shown if matches(search, merge.title)]
     counts = {
         key: len(requests) if key == "all" else sum(merge.state == key for merge in requests)
         for key in _STATES
@@ -48,16 +44,14 @@ def _reviewer(request: Request, repo: Project) -> str:
     return reviewer
 
 
-@site.get("/{ns}/{name}/-/merge_requests/new", private=True)
-def new_merge_request(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/merge_requests/new", private=True)
+def new_merge_request(request: Request, repo: Project) -> Response:
     return request.page("merge_form.html", project=repo, people=people(request, repo))
 
 
-@site.post("/{ns}/{name}/-/merge_requests/new")
-def create_merge_request(request: Request, ns: str, name: str) -> Response:
-    repo, table = project(request, ns, name), request.world.hub.merge_requests
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/merge_requests/new", "Developer")
+def create_merge_request(request: Request, repo: Project) -> Response:
+    table = request.world.hub.merge_requests
     title = request.text("title", "Title", 255)
     body = request.text("body", "Description", 10_000, required=False)
     source = request.one_of("source", "Source branch", repo.branches)
@@ -65,42 +59,25 @@ def create_merge_request(request: Request, ns: str, name: str) -> Response:
     if source == target:
         raise Refused("Source and target branch must differ.")
     reviewer = _reviewer(request, repo)
-    iid = next_iid(table, repo)
-    table.put(
-        MergeRequest(
-            table.next_id(),
-            repo.id,
-            iid,
-            title,
-            body,
-            me(request).name,
-            reviewer,
-            source,
-            target,
-            "Open",
-            (),
-            TODAY,
-            (),
-        )
-    )
+    id, iid, author = table.next_id(), next_iid(table, repo), me(request).name
+    said = (title, body, author, reviewer, source, target)
+    table.put(MergeRequest(id, repo.id, iid, *said, "Open", (), TODAY, ()))
     return request.done("The merge request was created.", f"/{repo.path}/-/merge_requests/{iid}")
 
 
-@site.get("/{ns}/{name}/-/merge_requests/{id}")
-def merge_request(request: Request, ns: str, name: str, id: int) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/merge_requests/{id}")
+def merge_request(request: Request, repo: Project, id: int) -> Response:
     merge = _merge_request(request, repo, id)
     return request.page(
         "merge_request.html", project=repo, merge=merge, people=people(request, repo)
     )
 
 
-@site.post("/{ns}/{name}/-/merge_requests/{id}/{step}")
-def act(request: Request, ns: str, name: str, id: int, step: str) -> Response:
+@on_project(site.post, "/-/merge_requests/{id}/{step}")
+def act(request: Request, repo: Project, id: int, step: str) -> Response:
     """Change a merge request; `step`: comment, approve, reviewer, merge, close or reopen.
     Errors: NotFound for another step; Refused if the visitor's role or the state forbids it.
     """
-    repo = project(request, ns, name)
     merge = _merge_request(request, repo, id)
     if step == "comment":
         new, message = commented(request, merge), "Your comment was added."

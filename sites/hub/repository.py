@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 from sites.hub.records import ROLES, TODAY, File, Membership, Project, Star
-from sites.hub.site import check, commit, may, me, project, site
+from sites.hub.site import check, commit, may, me, on_project, site
 from sites.web import NotFound, Refused, Request, Response, existing, look_up
 
 _MAX_FILE = 100_000
@@ -28,9 +28,9 @@ def _file(request: Request, repo: Project, path: str) -> File:
     return existing(file, f"There is no file {path} in {repo.path}.")
 
 
-@site.get("/{ns}/{name}")
-def home(request: Request, ns: str, name: str) -> Response:
-    repo, hub = project(request, ns, name), request.world.hub
+@on_project(site.get, "")
+def home(request: Request, repo: Project) -> Response:
+    hub = request.world.hub
     return request.page(
         "project.html",
         project=repo,
@@ -40,31 +40,26 @@ def home(request: Request, ns: str, name: str) -> Response:
     )
 
 
-@site.get("/{ns}/{name}/-/tree/main/{path:path}")
-def tree(request: Request, ns: str, name: str, path: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/tree/main/{path:path}")
+def tree(request: Request, repo: Project, path: str) -> Response:
     entries = _entries(request, repo, path.rstrip("/") + "/")
     if not entries:
         raise NotFound(f"There is no folder {path} in {repo.path}.")
     return request.page("tree.html", project=repo, folder=path.rstrip("/"), entries=entries)
 
 
-@site.get("/{ns}/{name}/-/blob/main/{path:path}")
-def blob(request: Request, ns: str, name: str, path: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/blob/main/{path:path}")
+def blob(request: Request, repo: Project, path: str) -> Response:
     return request.page("blob.html", project=repo, file=_file(request, repo, path))
 
 
-@site.get("/{ns}/{name}/-/edit/main/{path:path}", private=True)
-def edit(request: Request, ns: str, name: str, path: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/edit/main/{path:path}", private=True)
+def edit(request: Request, repo: Project, path: str) -> Response:
     return request.page("edit_file.html", project=repo, file=_file(request, repo, path))
 
 
-@site.post("/{ns}/{name}/-/edit/main/{path:path}")
-def save(request: Request, ns: str, name: str, path: str) -> Response:
-    repo = project(request, ns, name)
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/edit/main/{path:path}", "Developer")
+def save(request: Request, repo: Project, path: str) -> Response:
     file = _file(request, repo, path)
     message = request.text("message", "Commit message", 200)
     request.world.hub.files.put(replace(file, text=_content(request)))
@@ -72,15 +67,14 @@ def save(request: Request, ns: str, name: str, path: str) -> Response:
     return request.done("Your changes have been committed.", f"/{repo.path}/-/blob/main/{path}")
 
 
-@site.get("/{ns}/{name}/-/new/main", private=True)
-def new_file(request: Request, ns: str, name: str) -> Response:
-    return request.page("edit_file.html", project=project(request, ns, name), file=None)
+@on_project(site.get, "/-/new/main", private=True)
+def new_file(request: Request, repo: Project) -> Response:
+    return request.page("edit_file.html", project=repo, file=None)
 
 
-@site.post("/{ns}/{name}/-/new/main")
-def create_file(request: Request, ns: str, name: str) -> Response:
-    repo, files = project(request, ns, name), request.world.hub.files
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/new/main", "Developer")
+def create_file(request: Request, repo: Project) -> Response:
+    files = request.world.hub.files
     path = request.text("path", "File name", 120)
     if not re.fullmatch(r"[A-Za-z0-9._/-]+", path) or any(
         part in ("", ".", "..") for part in path.split("/")
@@ -102,30 +96,26 @@ def _content(request: Request) -> str:
     return text + "\n" if text else ""
 
 
-@site.get("/{ns}/{name}/-/commits/main")
-def commits(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/commits/main")
+def commits(request: Request, repo: Project) -> Response:
     page = request.paged(request.world.hub.commits.where("project_id", repo.id)[::-1], 20)
     return request.page("commits.html", project=repo, page=page)
 
 
-@site.get("/{ns}/{name}/-/graphs/main")
-def contributors(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/graphs/main")
+def contributors(request: Request, repo: Project) -> Response:
     counted = Counter(row.author for row in request.world.hub.commits.where("project_id", repo.id))
     rows = sorted(counted.items(), key=lambda row: (-row[1], row[0]))
     return request.page("contributors.html", project=repo, rows=rows)
 
 
-@site.get("/{ns}/{name}/-/branches")
-def branches(request: Request, ns: str, name: str) -> Response:
-    return request.page("branches.html", project=project(request, ns, name))
+@on_project(site.get, "/-/branches")
+def branches(request: Request, repo: Project) -> Response:
+    return request.page("branches.html", project=repo)
 
 
-@site.post("/{ns}/{name}/-/branches")
-def create_branch(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/branches", "Developer")
+def create_branch(request: Request, repo: Project) -> Response:
     branch = request.text("branch", "Branch name", 60)
     if branch in repo.branches or not re.fullmatch(r"[A-Za-z0-9._/-]+", branch):
         raise Refused(
@@ -135,10 +125,10 @@ def create_branch(request: Request, ns: str, name: str) -> Response:
     return request.done(f"Branch {branch} was created from main.")
 
 
-@site.post("/{ns}/{name}/star")
-def star(request: Request, ns: str, name: str) -> Response:
+@on_project(site.post, "/star")
+def star(request: Request, repo: Project) -> Response:
     """Star the project; if the visitor has starred it, remove the star."""
-    repo, stars = project(request, ns, name), request.world.hub.stars
+    stars = request.world.hub.stars
     if stars.get(repo.id) is None:
         stars.put(Star(repo.id))
         return request.done(f"You starred {repo.path}.")
@@ -146,27 +136,18 @@ def star(request: Request, ns: str, name: str) -> Response:
     return request.done(f"You removed your star from {repo.path}.")
 
 
-@site.post("/{ns}/{name}/fork")
-def fork(request: Request, ns: str, name: str) -> Response:
+@on_project(site.post, "/fork")
+def fork(request: Request, repo: Project) -> Response:
     """Copy the project, its files, labels and last commit to the visitor, who becomes the owner.
     The copy has the branch `main` alone; the project's number of forks grows by one.
     Errors: Refused if the visitor has a project of this name.
     """
-    repo, hub, owner = project(request, ns, name), request.world.hub, me(request)
+    hub, owner = request.world.hub, me(request)
     path = f"{owner.name}/{repo.name}"
     if hub.projects.first("path", path) is not None:
         raise Refused(f"The project {path} exists already.")
-    copy = replace(
-        repo,
-        id=hub.projects.next_id(),
-        path=path,
-        branches=("main",),
-        created=TODAY,
-        stars=0,
-        forks=0,
-        forked_from=repo.path,
-    )
-    hub.projects.put(copy)
+    copy = replace(repo, id=hub.projects.next_id(), path=path, branches=("main",), created=TODAY)
+    copy = hub.projects.put(replace(copy, stars=0, forks=0, forked_from=repo.path))
     hub.projects.put(replace(repo, forks=repo.forks + 1))
     hub.memberships.put(Membership(hub.memberships.next_id(), copy.id, owner.name, "Owner", TODAY))
     for file in hub.files.where("project_id", repo.id):
@@ -178,23 +159,16 @@ def fork(request: Request, ns: str, name: str) -> Response:
     return request.done(f"You forked {repo.path}.", f"/{path}")
 
 
-@site.get("/{ns}/{name}/-/project_members")
-def members(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/project_members")
+def members(request: Request, repo: Project) -> Response:
     rows = request.world.hub.memberships.where("project_id", repo.id)
-    return request.page(
-        "members.html",
-        project=repo,
-        rows=rows,
-        roles=ROLES,
-        manages=may(request, repo, "Maintainer"),
-    )
+    manages = may(request, repo, "Maintainer")
+    return request.page("members.html", project=repo, rows=rows, roles=ROLES, manages=manages)
 
 
-@site.post("/{ns}/{name}/-/project_members")
-def invite(request: Request, ns: str, name: str) -> Response:
-    repo, hub = project(request, ns, name), request.world.hub
-    check(request, repo, "Maintainer")
+@on_project(site.post, "/-/project_members", "Maintainer")
+def invite(request: Request, repo: Project) -> Response:
+    hub = request.world.hub
     account = request.text("username", "Username", 60).removeprefix("@")
     role = request.one_of("role", "Role", ROLES)
     if hub.accounts.first("name", account) is None:
@@ -216,16 +190,16 @@ def _member(request: Request, repo: Project, id: int) -> Membership:
     return member
 
 
-@site.post("/{ns}/{name}/-/project_members/{id}/role")
-def change_role(request: Request, ns: str, name: str, id: int) -> Response:
-    member = _member(request, project(request, ns, name), id)
+@on_project(site.post, "/-/project_members/{id}/role")
+def change_role(request: Request, repo: Project, id: int) -> Response:
+    member = _member(request, repo, id)
     role = request.one_of("role", "Role", ROLES)
     request.world.hub.memberships.put(replace(member, role=role))
     return request.done(f"@{member.account} is now {role}.")
 
 
-@site.post("/{ns}/{name}/-/project_members/{id}/remove")
-def remove(request: Request, ns: str, name: str, id: int) -> Response:
-    member = _member(request, project(request, ns, name), id)
+@on_project(site.post, "/-/project_members/{id}/remove")
+def remove(request: Request, repo: Project, id: int) -> Response:
+    member = _member(request, repo, id)
     request.world.hub.memberships.remove(member.id)
     return request.done(f"@{member.account} was removed from the project.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from sites.hub.content import sha
 from sites.hub.records import ROLES, TODAY, Account, Commit, Issue, MergeRequest, Project, Remark
 from sites.overlay import Table
-from sites.web import NotFound, Refused, Request, Site
+from sites.web import Handler, NotFound, Refused, Request, Response, Site
 
 D = TypeVar("D", Issue, MergeRequest)
 
@@ -26,11 +27,29 @@ def me(request: Request) -> Account:
     return request.me(request.world.hub.accounts)
 
 
-def project(request: Request, namespace: str, name: str) -> Project:
-    record = request.world.hub.projects.first("path", f"{namespace}/{name}")
-    if record is None or (record.visibility == "Private" and not may(request, record, "Guest")):
-        raise NotFound(f"There is no project {namespace}/{name}.")
-    return record
+def on_project(
+    add: Callable[..., Callable[[Handler], Handler]], path: str, role: str = "", **options: bool
+) -> Callable[[Handler], Handler]:
+    """Return a decorator that registers handler(request, project, ...) for pages of a project.
+
+    add: `site.get` or `site.post`, with its options. path: below the project's.
+    role: the least one that may use the page (Refused), "" for all who see the project (NotFound).
+    """
+
+    def register(handler: Handler) -> Handler:
+        def answer(request: Request, namespace: str, name: str, *parts: Any) -> Response:
+            project = request.world.hub.projects.first("path", f"{namespace}/{name}")
+            is_private = project is not None and project.visibility == "Private"
+            if project is None or (is_private and not may(request, project, "Guest")):
+                raise NotFound(f"There is no project {namespace}/{name}.")
+            if role:
+                check(request, project, role)
+            return handler(request, project, *parts)
+
+        add(f"/{{ns}}/{{name}}{path}", **options)(answer)
+        return handler
+
+    return register
 
 
 def may(request: Request, project: Project, role: str) -> bool:

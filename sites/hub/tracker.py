@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from sites.hub.records import TODAY, Issue, Label, Milestone, Project
-from sites.hub.site import check, commented, may, me, next_iid, people, project, site
+from sites.hub.site import check, commented, may, me, next_iid, on_project, people, site
 from sites.web import Refused, Request, Response, existing, look_up, matches, parse_day
 
 _STATES = {"open": "Open", "closed": "Closed", "all": "All"}
@@ -23,15 +23,13 @@ def _label_names(request: Request, repo: Project) -> list[str]:
 
 
 def _milestones(request: Request, repo: Project) -> dict[int, str]:
-    return {
-        milestone.id: milestone.title
-        for milestone in request.world.hub.milestones.where("project_id", repo.id)
-    }
+    rows = request.world.hub.milestones.where("project_id", repo.id)
+    return {milestone.id: milestone.title for milestone in rows}
 
 
-@site.get("/{ns}/{name}/-/issues")
-def issues(request: Request, ns: str, name: str) -> Response:
-    repo, hub = project(request, ns, name), request.world.hub
+@on_project(site.get, "/-/issues")
+def issues(request: Request, repo: Project) -> Response:
+    hub = request.world.hub
     all_issues = hub.issues.where("project_id", repo.id)
     state, sort = request.choice("state", _STATES, "open"), request.choice("sort", _SORTS, "newest")
     search, label = request.query.get("search", ""), request.query.get("label", "")
@@ -50,11 +48,8 @@ def issues(request: Request, ns: str, name: str) -> Response:
         "comments": lambda issue: (-len(issue.remarks), issue.iid),
         "due": lambda issue: (issue.due is None, issue.due or TODAY, issue.iid),
     }
-    counts = {
-        "open": sum(issue.open for issue in all_issues),
-        "closed": sum(not issue.open for issue in all_issues),
-        "all": len(all_issues),
-    }
+    num_open, total = sum(issue.open for issue in all_issues), len(all_issues)
+    counts = {"open": num_open, "closed": total - num_open, "all": total}
     return request.page(
         "issues.html",
         project=repo,
@@ -84,7 +79,8 @@ def _typed(request: Request, repo: Project) -> dict[str, Any]:
     """Return the form's fields as keyword arguments of Issue. Errors: Refused if one is invalid."""
     assignee = request.text("assignee", "Assignee", required=False)
     milestone = request.text("milestone", "Milestone", required=False)
-    due = request.text("due", "Due date", required=False)
+    chosen = request.repeated.get("labels", ())
+    due = parse_day(request.text("due", "Due date", required=False), "Due date")
     if assignee and assignee not in people(request, repo):
         raise Refused("Assignee must be a member of the project.")
     if milestone and milestone not in map(str, _milestones(request, repo)):
@@ -93,36 +89,23 @@ def _typed(request: Request, repo: Project) -> dict[str, Any]:
         "title": request.text("title", "Title", 255),
         "body": request.text("body", "Description", 10_000, required=False),
         "assignee": assignee,
-        "labels": tuple(
-            name
-            for name in _label_names(request, repo)
-            if name in request.repeated.get("labels", ())
-        ),
+        "labels": tuple(name for name in _label_names(request, repo) if name in chosen),
         "milestone_id": int(milestone or 0),
-        "due": parse_day(due, "Due date") if due else None,
+        "due": due,
     }
 
 
-@site.get("/{ns}/{name}/-/issues/new", private=True)
-def new_issue(request: Request, ns: str, name: str) -> Response:
-    return _form(request, project(request, ns, name), issue=None)
+@on_project(site.get, "/-/issues/new", private=True)
+def new_issue(request: Request, repo: Project) -> Response:
+    return _form(request, repo, issue=None)
 
 
-@site.post("/{ns}/{name}/-/issues/new")
-def create_issue(request: Request, ns: str, name: str) -> Response:
-    repo, table = project(request, ns, name), request.world.hub.issues
+@on_project(site.post, "/-/issues/new")
+def create_issue(request: Request, repo: Project) -> Response:
+    table = request.world.hub.issues
     iid = next_iid(table, repo)
-    new = Issue(
-        table.next_id(),
-        repo.id,
-        iid,
-        author=me(request).name,
-        open=True,
-        day=TODAY,
-        remarks=(),
-        **_typed(request, repo),
-    )
-    table.put(new)
+    fields = _typed(request, repo) | {"author": me(request).name, "open": True}
+    table.put(Issue(table.next_id(), repo.id, iid, day=TODAY, remarks=(), **fields))
     return request.done("The issue was created.", f"/{repo.path}/-/issues/{iid}")
 
 
@@ -136,88 +119,70 @@ def _own(request: Request, repo: Project, issue: Issue) -> None:
         check(request, repo, "Reporter")
 
 
-@site.get("/{ns}/{name}/-/issues/{id}")
-def issue(request: Request, ns: str, name: str, id: int) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/issues/{id}")
+def issue(request: Request, repo: Project, id: int) -> Response:
     shown = _issue(request, repo, id)
     milestone = request.world.hub.milestones.get(shown.milestone_id)
     return request.page("issue.html", project=repo, issue=shown, milestone=milestone)
 
 
-@site.get("/{ns}/{name}/-/issues/{id}/edit", private=True)
-def edit_issue(request: Request, ns: str, name: str, id: int) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/issues/{id}/edit", private=True)
+def edit_issue(request: Request, repo: Project, id: int) -> Response:
     return _form(request, repo, issue=_issue(request, repo, id))
 
 
-@site.post("/{ns}/{name}/-/issues/{id}/edit")
-def save_issue(request: Request, ns: str, name: str, id: int) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.post, "/-/issues/{id}/edit")
+def save_issue(request: Request, repo: Project, id: int) -> Response:
     old = _issue(request, repo, id)
     _own(request, repo, old)
     request.world.hub.issues.put(replace(old, **_typed(request, repo)))
     return request.done("The issue was saved.", f"/{repo.path}/-/issues/{id}")
 
 
-@site.post("/{ns}/{name}/-/issues/{id}/state")
-def turn_issue(request: Request, ns: str, name: str, id: int) -> Response:
+@on_project(site.post, "/-/issues/{id}/state")
+def turn_issue(request: Request, repo: Project, id: int) -> Response:
     """Close an open issue; reopen a closed one.
     Errors: Refused unless the visitor wrote the issue or has the role Reporter.
     """
-    repo = project(request, ns, name)
     old = _issue(request, repo, id)
     _own(request, repo, old)
     request.world.hub.issues.put(replace(old, open=not old.open))
     return request.done("The issue was closed." if old.open else "The issue was reopened.")
 
 
-@site.post("/{ns}/{name}/-/issues/{id}/comment")
-def comment_issue(request: Request, ns: str, name: str, id: int) -> Response:
-    old = _issue(request, project(request, ns, name), id)
+@on_project(site.post, "/-/issues/{id}/comment")
+def comment_issue(request: Request, repo: Project, id: int) -> Response:
+    old = _issue(request, repo, id)
     request.world.hub.issues.put(commented(request, old))
     return request.done("Your comment was added.")
 
 
-@site.get("/{ns}/{name}/-/labels")
-def labels(request: Request, ns: str, name: str) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/labels")
+def labels(request: Request, repo: Project) -> Response:
     issues = request.world.hub.issues.where("project_id", repo.id)
     rows = [
         (label, sum(issue.open and label.name in issue.labels for issue in issues))
         for label in _labels(request, repo)
     ]
-    return request.page(
-        "labels.html",
-        project=repo,
-        rows=rows,
-        colors=_COLORS,
-        editable=may(request, repo, "Developer"),
-    )
+    may_edit = may(request, repo, "Developer")
+    return request.page("labels.html", project=repo, rows=rows, colors=_COLORS, editable=may_edit)
 
 
-@site.post("/{ns}/{name}/-/labels")
-def create_label(request: Request, ns: str, name: str) -> Response:
-    repo, table = project(request, ns, name), request.world.hub.labels
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/labels", "Developer")
+def create_label(request: Request, repo: Project) -> Response:
+    table = request.world.hub.labels
     title = request.text("title", "Title", 40)
     if any(label.name.lower() == title.lower() for label in _labels(request, repo)):
         raise Refused("A label of this title exists already.")
     color = request.one_of("color", "Color", _COLORS)
-    table.put(
-        Label(
-            table.next_id(),
-            repo.id,
-            title,
-            color,
-            request.text("description", "Description", 200, required=False),
-        )
-    )
+    description = request.text("description", "Description", 200, required=False)
+    table.put(Label(table.next_id(), repo.id, title, color, description))
     return request.done(f"Label {title} was created.")
 
 
-@site.get("/{ns}/{name}/-/milestones")
-def milestones(request: Request, ns: str, name: str) -> Response:
-    repo, hub = project(request, ns, name), request.world.hub
+@on_project(site.get, "/-/milestones")
+def milestones(request: Request, repo: Project) -> Response:
+    hub = request.world.hub
     issues = hub.issues.where("project_id", repo.id)
     rows = []
     for milestone in hub.milestones.where("project_id", repo.id):
@@ -226,24 +191,21 @@ def milestones(request: Request, ns: str, name: str) -> Response:
     return request.page("milestones.html", project=repo, rows=rows)
 
 
-@site.get("/{ns}/{name}/-/milestones/new", private=True)
-def new_milestone(request: Request, ns: str, name: str) -> Response:
-    return request.page("milestone_form.html", project=project(request, ns, name))
+@on_project(site.get, "/-/milestones/new", private=True)
+def new_milestone(request: Request, repo: Project) -> Response:
+    return request.page("milestone_form.html", project=repo)
 
 
-@site.post("/{ns}/{name}/-/milestones/new")
-def create_milestone(request: Request, ns: str, name: str) -> Response:
-    repo, table = project(request, ns, name), request.world.hub.milestones
-    check(request, repo, "Developer")
+@on_project(site.post, "/-/milestones/new", "Developer")
+def create_milestone(request: Request, repo: Project) -> Response:
+    table = request.world.hub.milestones
     title = request.text("title", "Title", 100)
     description = request.text("description", "Description", 2000, required=False)
-    start = request.text("start", "Start date", required=False)
-    due = request.text("due", "Due date", required=False)
-    first = parse_day(start, "Start date") if start else None
-    last = parse_day(due, "Due date") if due else None
-    if first and last and first > last:
+    start = parse_day(request.text("start", "Start date", required=False), "Start date")
+    due = parse_day(request.text("due", "Due date", required=False), "Due date")
+    if start and due and start > due:
         raise Refused("Due date must not be before the start date.")
-    new = table.put(Milestone(table.next_id(), repo.id, title, description, first, last, True))
+    new = table.put(Milestone(table.next_id(), repo.id, title, description, start, due, True))
     return request.done("The milestone was created.", f"/{repo.path}/-/milestones/{new.id}")
 
 
@@ -251,19 +213,16 @@ def _milestone(request: Request, repo: Project, id: int) -> Milestone:
     return look_up(request.world.hub.milestones, id, "milestone", project_id=repo.id)
 
 
-@site.get("/{ns}/{name}/-/milestones/{id}")
-def milestone(request: Request, ns: str, name: str, id: int) -> Response:
-    repo = project(request, ns, name)
+@on_project(site.get, "/-/milestones/{id}")
+def milestone(request: Request, repo: Project, id: int) -> Response:
     shown = _milestone(request, repo, id)
     issues = request.world.hub.issues.where("milestone_id", id)
     return request.page("milestone.html", project=repo, milestone=shown, issues=issues)
 
 
-@site.post("/{ns}/{name}/-/milestones/{id}/state")
-def turn_milestone(request: Request, ns: str, name: str, id: int) -> Response:
+@on_project(site.post, "/-/milestones/{id}/state", "Developer")
+def turn_milestone(request: Request, repo: Project, id: int) -> Response:
     """Close an open milestone; reopen a closed one. Errors: Refused below the role Developer."""
-    repo = project(request, ns, name)
-    check(request, repo, "Developer")
     old = _milestone(request, repo, id)
     request.world.hub.milestones.put(replace(old, open=not old.open))
     return request.done("The milestone was closed." if old.open else "The milestone was reopened.")
