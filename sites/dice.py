@@ -31,12 +31,7 @@ class Dice:
         return among[int(self._random.random() * len(among))]
 
     def shuffled(self, among: Sequence[T]) -> list[T]:
-        return [
-            item
-            for _, item in sorted(
-                ((self._random.random(), item) for item in among), key=lambda pair: pair[0]
-            )
-        ]
+        return sorted(among, key=lambda _: self._random.random())
 
     def some(self, among: Sequence[T], count: int) -> list[T]:
         """Draw `count` items without replacement, or all if there are fewer, in random order."""

@@ -66,24 +66,12 @@ class Table(Generic[R]):
         return record
 
     def __iter__(self) -> Iterator[R]:
-        """Yield all records: the seed's by id, then the session's new ones in order of addition."""
-        changes, rows = self._own, self.seed.rows
-        if not changes:
-            yield from rows.values()
-            return
-        for id, row in rows.items():
-            record = changes.get(id) if id in changes else row
-            if record is not None:
-                yield record
-        yield from (
-            record for id, record in changes.items() if id not in rows and record is not None
-        )
+        """Iterate over the seed's records by id, then the session's new ones as they were added."""
+        rows = {**self.seed.rows, **self._own}.values()
+        return (record for record in rows if record is not None)
 
     def __len__(self) -> int:
-        changes, rows = self._own, self.seed.rows
-        return len(rows) + sum(
-            (record is not None) - (id in rows) for id, record in changes.items()
-        )
+        return sum(1 for _ in self)
 
     def where(self, field: str, value: Any) -> list[R]:
         """Return the records whose `field` is `value`, sorted by id."""

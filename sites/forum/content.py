@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Any
 
 from sites.dice import Dice, load_words
 from sites.forum.records import TODAY, Board, Comment, Forum, Member, Post, Subscription
@@ -52,15 +54,8 @@ def generate(seed: int) -> Forum:
     posts = _posts(Dice(seed, "posts"))
     comments = _comments(posts, Dice(seed, "comments"))
     subscribed = [Subscription(board.id) for board in boards if board.name in _SUBSCRIBED]
-    return Forum(
-        Table(Seed(boards)),
-        Table(Seed(members)),
-        Table(Seed(posts)),
-        Table(Seed(comments)),
-        Table(Seed(())),
-        Table(Seed(())),
-        Table(Seed(subscribed)),
-    )
+    tables: tuple[Iterable[Any], ...] = (boards, members, posts, comments, (), (), subscribed)
+    return Forum(*(Table(Seed(rows)) for rows in tables))
 
 
 def _posts(dice: Dice) -> list[Post]:

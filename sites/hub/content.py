@@ -52,7 +52,7 @@ _PLANS = tuple(Plan(**row) for row in WORDS.plans)
 
 @dataclass
 class _Draft:
-    """Records of the projects generated so far."""
+    """Records of the projects generated so far, in the order of Hub's tables."""
 
     projects: list[Project] = field(default_factory=list)
     files: list[File] = field(default_factory=list)
@@ -80,23 +80,9 @@ def generate(seed: int) -> Hub:
     draft = _Draft()
     for plan in _PLANS:
         _project(draft, plan, Dice(seed, plan.path))
-    starred = [
-        Star(project.id)
-        for project in draft.projects
-        if project.path in ("lanternworks/lantern", "openquay/crane")
-    ]
-    return Hub(
-        Table(Seed(accounts)),
-        Table(Seed(draft.projects)),
-        Table(Seed(draft.files)),
-        Table(Seed(draft.commits)),
-        Table(Seed(draft.labels)),
-        Table(Seed(draft.milestones)),
-        Table(Seed(draft.issues)),
-        Table(Seed(draft.merge_requests)),
-        Table(Seed(draft.memberships)),
-        Table(Seed(starred)),
-    )
+    starred = ("lanternworks/lantern", "openquay/crane")
+    stars = [Star(project.id) for project in draft.projects if project.path in starred]
+    return Hub(*(Table(Seed(rows)) for rows in (accounts, *vars(draft).values(), stars)))
 
 
 def _project(draft: _Draft, plan: Plan, dice: Dice) -> None:
@@ -110,21 +96,8 @@ def _project(draft: _Draft, plan: Plan, dice: Dice) -> None:
     open_branches = (request.source for request in requests if request.state == "Open")
     branches = ("main", *open_branches, "docs-refresh")
     stars, forks = 3 + dice.skewed(1800), dice.skewed(160)
-    draft.projects.append(
-        Project(
-            id,
-            plan.path,
-            plan.description,
-            "Public",
-            plan.license,
-            plan.topics,
-            branches,
-            created,
-            stars,
-            forks,
-            "",
-        )
-    )
+    about = (plan.path, plan.description, "Public", plan.license, plan.topics)
+    draft.projects.append(Project(id, *about, branches, created, stars, forks, ""))
     _files(draft, id, plan, dice)
     _commits(draft, id, plan, members, created, dice)
     _issues(draft, id, plan, members, milestones, dice)
@@ -172,23 +145,8 @@ def _merge_requests(
         remarks = _remarks(day, members, dice, 3)
         branch = f"{iid}-{slug(text)}"[:40].rstrip("-")
         reviewer = dice.pick(others) if dice.chance(0.6) else ""
-        draft.merge_requests.append(
-            MergeRequest(
-                len(draft.merge_requests) + 1,
-                id,
-                iid,
-                text,
-                body,
-                author,
-                reviewer,
-                branch,
-                "main",
-                state,
-                approved,
-                day,
-                remarks,
-            )
-        )
+        said = (text, body, author, reviewer, branch, "main", state, approved, day, remarks)
+        draft.merge_requests.append(MergeRequest(len(draft.merge_requests) + 1, id, iid, *said))
     return draft.merge_requests[first:]
 
 
@@ -263,23 +221,9 @@ def _issues(
         milestone = dice.pick(milestones).id if dice.chance(0.4) else 0
         due = TODAY + timedelta(days=dice.between(5, 90)) if is_open and dice.chance(0.15) else None
         remarks = _remarks(day, members, dice, 4)
-        draft.issues.append(
-            Issue(
-                len(draft.issues) + 1,
-                id,
-                iid,
-                _sentence(title, **words),
-                body,
-                author,
-                assignee,
-                tuple(labels),
-                milestone,
-                due,
-                is_open,
-                day,
-                remarks,
-            )
-        )
+        said = (_sentence(title, **words), body, author, assignee, tuple(labels), milestone)
+        number = len(draft.issues) + 1
+        draft.issues.append(Issue(number, id, iid, *said, due, is_open, day, remarks))
 
 
 def _remarks(day: date, members: Sequence[str], dice: Dice, max_count: int) -> tuple[Remark, ...]:

@@ -203,15 +203,5 @@ def _order(id: int, customer: Customer, day: date, products: list[Product], dice
     if dice.chance(0.35):
         text, next_day = dice.pick(WORDS.order_comments), min(TODAY, day + timedelta(days=1))
         comments.append(Comment(next_day, status, text, dice.chance(0.5)))
-    shipping, payment = dice.pick(tuple(SHIPPING)), dice.pick(tuple(PAYMENT))
-    return Order(
-        id,
-        customer.id,
-        day,
-        status,
-        tuple(lines),
-        shipping,
-        payment,
-        customer.address,
-        tuple(comments),
-    )
+    terms = (dice.pick(tuple(SHIPPING)), dice.pick(tuple(PAYMENT)), customer.address)
+    return Order(id, customer.id, day, status, tuple(lines), *terms, tuple(comments))

@@ -221,22 +221,13 @@ def place_order(request: Request) -> Response:
         Line(product.id, product.name, product.sku, line.choice, product.price, line.quantity)
         for line, product in items
     )
+    terms = (shipping, payment, customer.address)
     received = Comment(TODAY, "Pending", "Order received.", True)
-    order = store.orders.put(
-        Order(
-            store.orders.next_id(),
-            customer.id,
-            TODAY,
-            "Pending",
-            lines,
-            shipping,
-            payment,
-            customer.address,
-            (received,),
-        )
-    )
-    for id, quantity in wanted.items():
-        store.products.put(replace(store.products[id], stock=store.products[id].stock - quantity))
+    id = store.orders.next_id()
+    store.orders.put(Order(id, customer.id, TODAY, "Pending", lines, *terms, (received,)))
+    for product_id, quantity in wanted.items():
+        product = store.products[product_id]
+        store.products.put(replace(product, stock=product.stock - quantity))
     for line, _ in items:
         store.cart.remove(line.id)
-    return redirect(f"/checkout/success/{order.id}")
+    return redirect(f"/checkout/success/{id}")
