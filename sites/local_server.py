@@ -10,13 +10,16 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import uvicorn
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sites.forum.pages import site as forum_site
@@ -26,7 +29,7 @@ from sites.session_state import World, content
 from sites.store import account  # noqa: F401  (adds routes)
 from sites.store.admin import site as admin_site
 from sites.store.shop import site as shop_site
-from sites.web import Request, Response, Site, parse_fields, plain
+from sites.web import Request, Site, parse_fields, plain
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +52,6 @@ _PALETTES = {
 }
 _MAX_BODY = 256 * 1024
 _START_S = _STOP_S = 10.0
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class _Quiet(HttpToolsProtocol):
@@ -135,26 +134,16 @@ class SiteServer:
         """Return the tenant's state itself: only read it. Errors: KeyError for an unknown token."""
         return self._tenants[token]
 
-    async def _app(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":  # a WebSocket: refused
             await send({"type": "websocket.close"})
             return
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
-        }
         body = await _body(receive)
-        response = plain(413, "the form is too large")
-        if body is not None:
-            response = self._respond(scope, headers, body)
-        lines = [
-            (name.encode(), value.encode("latin-1")) for name, value in response.headers.items()
-        ]
-        lines.append((b"content-length", str(len(response.body)).encode()))
-        await send({"type": "http.response.start", "status": response.status, "headers": lines})
-        shown = b"" if scope["method"] == "HEAD" else response.body
-        await send({"type": "http.response.body", "body": shown})
+        too_large = plain(413, "the form is too large")
+        response = too_large if body is None else self._respond(scope, Headers(scope=scope), body)
+        await response(scope, receive, send)
 
-    def _respond(self, scope: Message, headers: dict[str, str], body: bytes) -> Response:
+    def _respond(self, scope: Scope, headers: Mapping[str, str], body: bytes) -> Response:
         host = headers.get("host", "").partition(":")[0].lower()
         site = _BY_HOST.get(host)
         world = self._tenants.get(headers.get(TENANT_HEADER, ""))
@@ -166,7 +155,7 @@ class SiteServer:
         if method not in ("GET", "POST"):
             return plain(405, f"{method} is not possible here")
         if path in ("/static/site.css", "/favicon.ico"):
-            return _css(site.folder) if path.endswith(".css") else Response(204, b"", {})
+            return _css(site.folder) if path.endswith(".css") else Response(status_code=204)
         try:
             query, _ = parse_fields(scope["query_string"].decode("latin-1"))
             text = body.decode("utf-8", "replace") if method == "POST" else ""
@@ -204,11 +193,8 @@ def _css(folder: str) -> Response:
         icons = json.loads((_FOLDER / "icons.json").read_text(encoding="utf-8"))
         parts += [_picture(name, path) for name, path in icons.items()]
         parts += [f".s{n}{{width:{n * 10}%}}" for n in range(11)]
-    return Response(
-        200,
-        "\n".join(parts).encode(),
-        {"content-type": "text/css; charset=utf-8", "cache-control": "max-age=3600"},
-    )
+    cached = {"cache-control": "max-age=3600"}
+    return Response("\n".join(parts), headers=cached, media_type="text/css")
 
 
 def _picture(name: str, path: str) -> str:

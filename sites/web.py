@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.responses import HTMLResponse, PlainTextResponse
+from starlette.responses import Response as Response  # the sites' modules import it from here
 
 from sites.overlay import R, Table
 from sites.session_state import DEMO, Note, World
@@ -23,7 +25,6 @@ _FOLDER = Path(__file__).resolve().parent / "templates"
 _KINDS = {"int": r"\d{1,9}", "str": r"[^/]+", "path": r".+"}
 _MAX_FIELDS = 100
 _HEADERS = {
-    "content-type": "text/html; charset=utf-8",
     "content-security-policy": (
         "default-src 'none'; style-src 'self'; img-src 'self' data:; form-action 'self'; base-uri"
         " 'none'"
@@ -42,13 +43,6 @@ class Refused(Exception):
     """A request with invalid values, or by a user without the role. The text is shown to the user;
     a form keeps the typed values.
     """
-
-
-@dataclass(frozen=True)
-class Response:
-    status: int
-    body: bytes
-    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,8 @@ class Request:
         note = self.world.notes.pop(self.site.name, None)
         shared = {"request": self, "note": note, "old": note.typed if note else {}}
         page = TEMPLATES.get_template(f"{self.site.folder}/{template}")
-        body = page.render({**shared, **self.site.context(self), **context})
-        return Response(http_status, body.encode(), _HEADERS)
+        text = page.render({**shared, **self.site.context(self), **context})
+        return HTMLResponse(text, http_status, _HEADERS)
 
     def done(self, message: str, to: str | None = None) -> Response:
         """Store the message for the site's next page, and return a redirect to `to`, by default
@@ -172,20 +166,15 @@ class Request:
 Handler = Callable[..., Response]
 
 
+@dataclass(frozen=True)
 class Site:
-    """The routes of one site; `folder` has its templates.
-    `context` returns the values that all its pages show; a `closed` site requires a login.
-    """
+    """The routes of one site."""
 
-    def __init__(
-        self,
-        name: str,
-        folder: str,
-        context: Callable[[Request], dict[str, Any]],
-        closed: bool = False,
-    ) -> None:
-        self.name, self.folder, self.context, self.closed = name, folder, context, closed
-        self.routes: list[tuple[str, re.Pattern[str], Handler, bool]] = []
+    name: str
+    folder: str  # of its templates
+    context: Callable[[Request], dict[str, Any]]  # the values that all its pages show
+    closed: bool = False  # it requires a login
+    routes: list[tuple[str, re.Pattern[str], Handler, bool]] = field(default_factory=list)
 
     def get(self, pattern: str, private: bool = False) -> Callable[[Handler], Handler]:
         return self._route("GET", pattern, private)
@@ -288,12 +277,11 @@ class Site:
 
 def redirect(to: str) -> Response:
     location = quote(to, safe="/?&=#%+-._~:@,;!'()*$")
-    return Response(303, b"", {"location": location, "cache-control": "no-store"})
+    return Response(b"", 303, {"location": location, "cache-control": "no-store"})
 
 
 def plain(status: int, text: str) -> Response:
-    headers = {"content-type": "text/plain; charset=utf-8", "cache-control": "no-store"}
-    return Response(status, f"{text}\n".encode(), headers)
+    return PlainTextResponse(f"{text}\n", status, {"cache-control": "no-store"})
 
 
 def parse_fields(raw: str) -> tuple[dict[str, str], dict[str, list[str]]]:
