@@ -182,6 +182,10 @@ class Site:
     def post(self, pattern: str, private: bool = True) -> Callable[[Handler], Handler]:
         return self._route("POST", pattern, private)
 
+    def show(self, pattern: str, template: str, **context: Any) -> None:
+        """Add a page of the logged-in visitor that only renders a template."""
+        self.get(pattern, private=True)(lambda request: request.page(template, **context))
+
     def admit(
         self,
         user: Callable[[World], str],

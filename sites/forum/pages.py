@@ -268,11 +268,6 @@ def create_post(request: Request) -> Response:
     return redirect(address(new))
 
 
-@site.get("/create_forum", private=True)
-def new_board(request: Request) -> Response:
-    return request.page("create.html")
-
-
 @site.post("/create_forum")
 def create_board(request: Request) -> Response:
     boards = request.world.forum.boards
@@ -337,6 +332,7 @@ def search(request: Request) -> Response:
     return _listing(request, "search.html", posts, "new", query=query)
 
 
+site.show("/create_forum", "create.html")
 site.admit(
     lambda _: DEMO,
     PASSWORD,

@@ -121,11 +121,6 @@ def search(request: Request) -> Response:
     )
 
 
-@site.get("/projects/new", private=True)
-def new_project(request: Request) -> Response:
-    return request.page("new_project.html", visibilities=VISIBILITIES)
-
-
 @site.post("/projects/new")
 def create_project(request: Request) -> Response:
     hub, owner = request.world.hub, me(request)
@@ -165,11 +160,6 @@ def profile(request: Request, name: str) -> Response:
     return _listing(request, account.full_name if account else name, projects, "", profile=account)
 
 
-@site.get("/profile", private=True)
-def edit_profile(request: Request) -> Response:
-    return request.page("profile.html")
-
-
 @site.post("/profile")
 def save_profile(request: Request) -> Response:
     status = request.text("status", "Status", 100, required=False)
@@ -180,4 +170,6 @@ def save_profile(request: Request) -> Response:
     return request.done("Profile was successfully updated.", "/profile")
 
 
+site.show("/projects/new", "new_project.html", visibilities=VISIBILITIES)
+site.show("/profile", "profile.html")
 site.admit(lambda _: WORDS.demo[0], PASSWORD, wrong="Invalid login or password.", after="/login")

@@ -97,21 +97,11 @@ def cancel(request: Request, id: int) -> Response:
     return request.done("Your order was canceled.")
 
 
-@site.get("/account/address", private=True)
-def edit_address(request: Request) -> Response:
-    return request.page("address.html", fields=_FIELDS)
-
-
 @site.post("/account/address")
 def save_address(request: Request) -> Response:
     new = Address(**{name: request.text(name, label, 100) for name, label in _FIELDS})
     request.world.store.customers.put(replace(me(request), address=new))
     return request.done("You saved the address.", "/account")
-
-
-@site.get("/account/edit", private=True)
-def edit_account(request: Request) -> Response:
-    return request.page("edit.html")
 
 
 @site.post("/account/edit")
@@ -127,6 +117,8 @@ def save_account(request: Request) -> Response:
     return request.done("You saved the account information.", "/account")
 
 
+site.show("/account/address", "address.html", fields=_FIELDS)
+site.show("/account/edit", "edit.html")
 site.admit(
     lambda world: world.store.customers[1].email,
     PASSWORD,
