@@ -14,6 +14,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 from pydantic import AliasChoices, BaseModel, Field, ValidationError
@@ -35,6 +36,7 @@ from envs.wire import (
 
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
+Action = Callable[[Any], Awaitable[object]]  # validated body or query -> JSON of the reply
 MAX_ID = 2**53
 MAX_BODY_BYTES = 256 * 1024
 
@@ -58,28 +60,28 @@ class AgentGymRoutes:
         self._counter = itertools.count()
 
     def table(self) -> Iterator[tuple[str, str, type[BaseModel] | None, Handler]]:
-        """Yield (method, path, body model, handler) of every route."""
-        dialect, prefix = self._dialect, "/agentgym"
-        yield "GET", f"{prefix}/", None, self._greet
-        actions: tuple[tuple[str, type[BaseModel], Callable[[Any], Awaitable[object]]], ...] = (
-            ("create", dialect.create, self._create),
-            ("reset", dialect.reset, self._reset),
-            ("step", Step, self._step),
-            ("close", EnvId, self._close),
-            ("render", EnvId, self._render),
-        )
-        for name, model, act in actions:
-            yield "POST", f"{prefix}/{name}", model, self._answering(model, act)
-        yield "GET", f"{prefix}/observation", EnvId, self._showing(dialect.looked or dialect.shown)
+        """Yield (method, path, model of the body or query, handler) of every route."""
+        dialect = self._dialect
+        routes: list[tuple[str, str, type[BaseModel] | None, Action]] = [
+            ("GET", "", None, self._greet),
+            ("POST", "create", dialect.create, self._create),
+            ("POST", "reset", dialect.reset, self._reset),
+            ("POST", "step", Step, self._step),
+            ("POST", "close", EnvId, self._close),
+            ("POST", "render", EnvId, self._render),
+            ("GET", "observation", EnvId, partial(self._show, dialect.looked or dialect.shown)),
+        ]
         if dialect.detailed is not None:
-            yield "GET", f"{prefix}/detail", EnvId, self._showing(dialect.detailed)
+            routes.append(("GET", "detail", EnvId, partial(self._show, dialect.detailed)))
         if dialect.visual is not None:
-            yield "POST", f"{prefix}/step_visual", Step, self._answering(Step, self._step_visual)
+            routes.append(("POST", "step_visual", Step, partial(self._step_visual, dialect.visual)))
         for name, view in dialect.views.items():
-            yield "GET", f"{prefix}/{name}", EnvId, self._viewing(view)
+            routes.append(("GET", name, EnvId, partial(self._view, view)))
+        for method, name, model, act in routes:
+            yield method, f"/agentgym/{name}", model, partial(self._answer, model, act)
 
-    async def _greet(self, _: Request) -> Response:
-        return JSONResponse(self._dialect.greeting)
+    async def _greet(self, _: None) -> str:
+        return self._dialect.greeting
 
     async def _create(self, body: BaseModel) -> object:
         self._forget()
@@ -154,51 +156,31 @@ class AgentGymRoutes:
             data = base64.b64encode(data.encode()).decode()
         return f"data:{reply.media_type};base64,{data}"
 
-    async def _step_visual(self, body: Any) -> object:
+    async def _step_visual(self, visual: Callable[[Any, Json], Json], body: Any) -> object:
         answer = await self._step(body)
-        env, visual = self._find(body.id), self._dialect.visual
-        assert visual is not None
-        return await self._sessions.inspect(
-            env.session, lambda simulator: visual(simulator, answer)
-        )
+        session = self._find(body.id).session
+        return await self._sessions.inspect(session, lambda simulator: visual(simulator, answer))
 
-    def _showing(self, show: Callable[[Place], Any]) -> Handler:
-        async def handler(request: Request) -> Response:
-            async def answer() -> object:
-                return show(self._begun(EnvId.model_validate(dict(request.query_params)).id))
+    async def _show(self, show: Callable[[Place], Any], query: Any) -> object:
+        return show(self._begun(query.id))
 
-            return await self._reply(answer)
+    async def _view(self, view: Callable[[Any, Place], Any], query: Any) -> object:
+        env = self._begun(query.id)
+        if env.done:
+            raise _finished(env)
+        return await self._sessions.inspect(env.session, lambda simulator: view(simulator, env))
 
-        return handler
-
-    def _viewing(self, view: Callable[[Any, Place], Any]) -> Handler:
-        async def handler(request: Request) -> Response:
-            async def answer() -> object:
-                env = self._begun(EnvId.model_validate(dict(request.query_params)).id)
-                if env.done:
-                    raise _finished(env)
-                return await self._sessions.inspect(
-                    env.session, lambda simulator: view(simulator, env)
-                )
-
-            return await self._reply(answer)
-
-        return handler
-
-    def _answering(self, model: type[BaseModel], act: Callable[[Any], Awaitable[Any]]) -> Handler:
-        async def handler(request: Request) -> Response:
-            raw = await read_body(request)
-
-            async def answer() -> object:
-                return await act(model() if model is Nothing else model.model_validate_json(raw))
-
-            return await self._reply(answer)
-
-        return handler
-
-    async def _reply(self, answer: Callable[[], Awaitable[Any]]) -> Response:
+    async def _answer(
+        self, model: type[BaseModel] | None, act: Action, request: Request
+    ) -> Response:
+        """Validate the request's body or query, and reply with the result of `act` or the error."""
+        raw = await read_body(request) if request.method == "POST" else b""
         try:
-            return JSONResponse(await answer())
+            if model is None or model is Nothing:
+                return JSONResponse(await act(model and model()))
+            if request.method == "POST":
+                return JSONResponse(await act(model.model_validate_json(raw)))
+            return JSONResponse(await act(model.model_validate(dict(request.query_params))))
         except ValidationError as error:
             detail = [
                 {"type": e["type"], "loc": ["body", *e["loc"]], "msg": e["msg"]}
