@@ -64,11 +64,7 @@ def server_config(app: FastAPI, max_sessions: int) -> uvicorn.Config:
 
 
 def bounded(
-    app: ASGIApp,
-    max_connections: int | None = None,
-    *,
-    any_body: bool = False,
-    **settings: Any,
+    app: ASGIApp, max_connections: int | None = None, *, any_body: bool = False, **settings: Any
 ) -> uvicorn.Config:
     """Return uvicorn's settings with this module's limits. Raise the process's limit of open files.
 

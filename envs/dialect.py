@@ -77,12 +77,8 @@ def common(greeting: str) -> Dialect:
 
 
 def _turn(env: Place) -> Json:
-    return {
-        "observation": env.observation,
-        "reward": env.reward,
-        "score": env.score,
-        "done": env.done,
-    }
+    shown = ("observation", "reward", "score", "done")
+    return {name: getattr(env, name) for name in shown}
 
 
 def whole(value: float) -> int | float:

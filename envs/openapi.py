@@ -47,21 +47,12 @@ def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, 
             "operationId": f"{route.method.lower()} {route.path}",
             "summary": route.summary,
             "responses": {
-                "200": {
-                    "description": "done",
-                    "content": {route.media_type: {"schema": _schema(route.reply)}},
-                },
-                "default": {
-                    "description": "refused",
-                    "content": {"application/json": {"schema": _schema(route.errors)}},
-                },
+                "200": {"description": "done", **_content(route.reply, route.media_type)},
+                "default": {"description": "refused", **_content(route.errors)},
             },
         }
         if route.request is not None and route.method == "POST":
-            entry["requestBody"] = {
-                "required": True,
-                "content": {"application/json": {"schema": _schema(route.request)}},
-            }
+            entry["requestBody"] = {"required": True, **_content(route.request)}
         elif route.request is not None:
             query_schema = definitions["$defs"][route.request.__name__]
             entry["parameters"] = [
@@ -86,5 +77,6 @@ def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, 
     return result
 
 
-def _schema(model: type[BaseModel] | None) -> dict[str, Any]:
-    return {} if model is None else {"$ref": REF.format(model=model.__name__)}
+def _content(model: type[BaseModel] | None, media_type: str = "application/json") -> dict[str, Any]:
+    schema = {} if model is None else {"$ref": REF.format(model=model.__name__)}
+    return {"content": {media_type: {"schema": schema}}}

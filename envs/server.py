@@ -82,9 +82,6 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     async def create(request: Request) -> Response:
         return _json(await sessions.create(await _parse(request, CreateRequest)))
 
-    async def close(request: Request) -> Response:
-        return _message(await sessions.close((await _parse(request, SessionRequest)).session_id))
-
     async def answer(item: StepRequest | CreateRequest | SessionRequest) -> bytes:
         try:
             if isinstance(item, StepRequest):
@@ -100,20 +97,8 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
         replies = [await answer(item) for item in (await _parse(request, BatchRequest)).requests]
         return _json(b'{"replies":[' + b",".join(replies) + b"]}")
 
-    async def expert(request: Request) -> Response:
-        return _message(await sessions.expert((await _parse(request, SessionRequest)).session_id))
-
     async def info(_: Request) -> Response:
         return _message(sessions.info())
-
-    async def observation(request: Request) -> Response:
-        return _message(sessions.observation(_session_id(request)))
-
-    async def render(request: Request) -> Response:
-        return _message(await sessions.render(_session_id(request)))
-
-    async def hints(request: Request) -> Response:
-        return _message(await sessions.hints(_session_id(request)))
 
     async def healthz(_: Request) -> Response:
         return Response("ok", media_type="text/plain")
@@ -132,28 +117,38 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     table: dict[Route, Handler] = {
         Route("POST", "/step", StepRequest, StepReply, "act"): step,
         Route("POST", "/create", CreateRequest, CreateReply, "open a session on a task"): create,
-        Route("POST", "/close", SessionRequest, CloseReply, "close a session"): close,
         Route("GET", "/info", None, InfoReply, "what this server is"): info,
-        Route(
-            "GET", "/observation", SessionRequest, ObservationReply, "the last observation"
-        ): observation,
-        Route(
-            "GET", "/render", SessionRequest, RenderReply, "a picture of the present state"
-        ): render,
         Route("GET", "/readyz", None, ReadyReply, "is the scripted episode passed"): readyz,
         Route("GET", "/healthz", summary="is the process alive", media_type=text): healthz,
         Route("GET", "/metrics", summary="Prometheus figures", media_type=text): metrics,
         Route("GET", "/openapi.json", summary="this document"): openapi,
     }
+
+    def of_session(
+        method: str, path: str, reply: type[M], summary: str, act: Callable[[str], Awaitable[M]]
+    ) -> None:
+        """Add a route that calls `act` with the session id of the body or query."""
+
+        async def handler(request: Request) -> Response:
+            if method == "GET":
+                return _message(await act(_session_id(request)))
+            return _message(await act((await _parse(request, SessionRequest)).session_id))
+
+        table[Route(method, path, SessionRequest, reply, summary)] = handler
+
+    of_session("POST", "/close", CloseReply, "close a session", sessions.close)
+    of_session(
+        "GET", "/observation", ObservationReply, "the last observation", sessions.observation
+    )
+    of_session("GET", "/render", RenderReply, "a picture of the present state", sessions.render)
     if sessions.takes_batches:
         many = "many of the above at once"
         table[Route("POST", "/batch", BatchRequest, BatchReply, many)] = batch
     if spec.offers_hints:
         possible = "actions the simulator would carry out now"
-        table[Route("GET", "/hints", SessionRequest, HintsReply, possible)] = hints
+        of_session("GET", "/hints", HintsReply, possible, sessions.hints)
     if settings.offer_expert:
-        advice = "what an expert would do now"
-        table[Route("POST", "/expert", SessionRequest, ExpertReply, advice)] = expert
+        of_session("POST", "/expert", ExpertReply, "what an expert would do now", sessions.expert)
     dialect = spec.dialect or common(f"This is environment {spec.name}.")
     for method, path, body, handler in AgentGymRoutes(sessions, dialect).table():
         table[Route(method, path, body, None, "as AgentGym's server", None)] = handler

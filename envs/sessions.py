@@ -234,7 +234,7 @@ class Sessions:
             self.metrics.step_seconds.observe(time.perf_counter() - started)
             return session.reply
 
-    def observation(self, session_id: str) -> ObservationReply:
+    async def observation(self, session_id: str) -> ObservationReply:
         session = self._find(session_id)
         return ObservationReply(turn=session.turn, observation=session.observation)
 

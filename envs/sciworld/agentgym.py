@@ -7,15 +7,13 @@ from typing import Any
 from envs.dialect import Dialect, Json, Place, whole
 
 
+def _turn(env: Place) -> Json:
+    numbers = {"reward": whole(env.reward), "score": whole(env.score)}
+    return {"observation": env.observation, **numbers, "done": env.done}
+
+
 def _detail(env: Place) -> Json:
-    shown = {"reward": env.reward, "score": env.score}
-    return {
-        **env.opening,
-        "observation": env.observation,
-        **{k: whole(v) for k, v in shown.items()},
-        "deleted": False,
-        "done": env.done,
-    }
+    return {**env.opening, **_turn(env), "deleted": False}
 
 
 def _state(simulator: Any, env: Place) -> Json:
@@ -70,12 +68,7 @@ DIALECT = Dialect(
     greeting="This is environment ScienceWorld.",
     shown=_detail,
     looked=lambda env: env.observation,
-    stepped=lambda env: {
-        "observation": env.observation,
-        "reward": whole(env.reward),
-        "score": whole(env.score),
-        "done": env.done,
-    },
+    stepped=_turn,
     opened=lambda simulator: {
         "task_name": simulator.task.name,
         "var_num": simulator.task.variation,

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from envs.dialect import Dialect, whole
+from envs.dialect import Dialect, Json, Place, whole
 from envs.env import EnvSpec
 from envs.examples import played
 from envs.options import check_known, choose, one_of, whole_number
@@ -53,33 +53,18 @@ class TextCraftCreate(BaseModel):
     goal: str | None = None
 
 
+def _turn(env: Place) -> Json:
+    return {"observation": env.observation, "done": env.done, "reward": whole(env.reward)}
+
+
 DIALECT = Dialect(
     greeting="This is environment TextCraft.",
     create=TextCraftCreate,
-    created=lambda env: {
-        "id": env.id,
-        "observation": env.observation,
-        "done": False,
-        "reward": 0,
-    },
-    shown=lambda env: {
-        "id": env.id,
-        "observation": env.observation,
-        "done": env.done,
-        "reward": whole(env.reward),
-    },
-    stepped=lambda env: {
-        "observation": env.observation,
-        "reward": whole(env.reward),
-        "done": env.done,
-    },
+    created=lambda env: {"id": env.id, "observation": env.observation, "done": False, "reward": 0},
+    shown=lambda env: {"id": env.id, **_turn(env)},
+    stepped=_turn,
     looked=lambda env: env.observation,
-    detailed=lambda env: {
-        "observation": env.observation,
-        "done": env.done,
-        "reward": whole(env.reward),
-        "deleted": False,
-    },
+    detailed=lambda env: {**_turn(env), "deleted": False},
     counts=True,
 )
 

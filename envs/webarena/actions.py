@@ -47,10 +47,7 @@ _GRAMMAR = {
         r" ?\[(?P<text_>.+)\]",
     ),
     "press": ("press [keys, such as Control+a]", r"press ?\[(?P<text>.+)\]"),
-    "scroll": (
-        "scroll [down or up]",
-        r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))",
-    ),
+    "scroll": ("scroll [down or up]", r"scroll ?(?:\[(?P<text>up|down)\]|(?P<text_>up|down))"),
     "goto": ("goto [url]", r"goto ?\[(?P<text>.+)\]"),
     "new_tab": ("new_tab", r"new_tab"),
     "tab_focus": ("tab_focus [number]", r"(?:tab|page)_focus ?\[(?P<id>\d+)\]"),
