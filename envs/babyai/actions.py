@@ -118,14 +118,13 @@ def offer(view: View, compass: int) -> Mapping[str, Command]:
     facing, entering = find_paths(view, compass)
     reachable = number([obj for obj in view.objects if obj.cell in facing])
     commands = {"turn left": Command((Move.LEFT,)), "turn right": Command((Move.RIGHT,))}
-    if not _barred(view):
+    if view.barrier is None or view.barrier[1] != 1:
         commands["move forward"] = Command((Move.FORWARD,))
     if not view.carrying:
         for obj, count in reachable:
             if obj.kind in PORTABLE:
-                commands[f"pickup {obj.agentgym_name} {count}"] = Command(
-                    (*facing[obj.cell], Move.PICKUP), obj.cell
-                )
+                moves = (*facing[obj.cell], Move.PICKUP)
+                commands[f"pickup {obj.agentgym_name} {count}"] = Command(moves, obj.cell)
     elif (1, 0) not in view.blocked:
         commands["drop"] = Command((Move.DROP,))
     for obj, count in number([obj for obj in view.objects if obj.kind == "door"]):
@@ -133,11 +132,9 @@ def offer(view: View, compass: int) -> Mapping[str, Command]:
         if obj.state == "open" and obj.cell in entering:
             commands[f"go through {name}"] = Command(entering[obj.cell], obj.cell)
         elif obj.state != "open" and obj.cell in facing and _can_open(obj, view):
-            path = facing[obj.cell]
-            commands[f"toggle and go through {name}"] = Command(
-                (*path, Move.TOGGLE, Move.FORWARD), obj.cell
-            )
-            if not path:
+            moves = (*facing[obj.cell], Move.TOGGLE, Move.FORWARD)
+            commands[f"toggle and go through {name}"] = Command(moves, obj.cell)
+            if not facing[obj.cell]:
                 commands["toggle"] = Command((Move.TOGGLE,))
     for obj, count in reachable:
         commands[f"go to {obj.agentgym_name} {count}"] = Command(facing[obj.cell], obj.cell)
@@ -182,13 +179,12 @@ def find_paths(view: View, compass: int) -> tuple[dict[Cell, Path], dict[Cell, P
                 predecessor[following] = state
                 next_lasts.pop(following, None)
                 next_lasts[following] = None
-        firsts = list(
-            dict.fromkeys(following for state in firsts for following in neighbors[state])
-        )
+        firsts = list(dict.fromkeys(new for state in firsts for new in neighbors[state]))
         lasts = list(next_lasts)
-    return {cell: _path(state, predecessor) for cell, state in faced.items()}, {
-        cell: _path(state, predecessor) for cell, state in entered.items()
-    }
+    return (
+        {cell: _path(state, predecessor) for cell, state in faced.items()},
+        {cell: _path(state, predecessor) for cell, state in entered.items()},
+    )
 
 
 # the search numbers the cells -1..6 ahead and -4..3 to the left; a state is 4 * cell number +
@@ -228,10 +224,6 @@ def _path(state: int, predecessor: Mapping[int, int]) -> Path:
     return tuple(reversed(moves))
 
 
-def _barred(view: View) -> bool:
-    return view.barrier is not None and view.barrier[1] == 1
-
-
 def _can_open(door: VisibleObject, view: View) -> bool:
     return door.state == "closed" or view.carrying == f"{door.color} key"
 
@@ -240,10 +232,8 @@ def _refuse_plain(text: str, view: View) -> Refusal:
     if text == "move forward" and view.barrier is not None:
         return Refusal(f"You cannot move forward, as a {view.barrier[0]} stands in front of you.")
     if text == "drop":
-        return Refusal(
-            "You cannot drop anything, as "
-            + ("the cell in front of you is taken." if view.carrying else "your hands are empty.")
-        )
+        why = "the cell in front of you is taken" if view.carrying else "your hands are empty"
+        return Refusal(f"You cannot drop anything, as {why}.")
     if text == "toggle":
         return Refusal("There is nothing in front of you to toggle.")
     return Refusal(UNREADABLE, readable=False)

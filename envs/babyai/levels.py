@@ -20,49 +20,18 @@ from envs.babyai.views import KEPT
 _generator = importlib.import_module("minigrid.envs.babyai.core.roomgrid_level")
 _generator.print = lambda *args, **kwargs: None  # type: ignore[attr-defined]
 
-# AgentGym's numbering: level = task id mod 40, seed = task id // 40
-AGENTGYM_LEVELS: tuple[str, ...] = (
-    "GoToRedBallGrey",
-    "GoToRedBall",
-    "GoToRedBallNoDists",
-    "GoToObjS6-v0",
-    "GoToLocalS8N7",
-    "GoToObjMazeS7",
-    "GoToImpUnlock",
-    "GoToSeqS5R2",
-    "GoToRedBlueBall",
-    "GoToDoor",
-    "GoToObjDoor",
-    "Open",
-    "OpenRedDoor",
-    "OpenDoorLoc",
-    "OpenRedBlueDoorsDebug",
-    "OpenDoorsOrderN4Debug",
-    "Pickup",
-    "UnblockPickup",
-    "PickupLoc",
-    "PickupDistDebug",
-    "PickupAbove",
-    "PutNextLocalS6N4",
-    "PutNextS7N4Carrying",
-    "Unlock",
-    "UnlockLocalDist",
-    "KeyInBox",
-    "UnlockPickupDist",
-    "BlockedUnlockPickup",
-    "UnlockToUnlock",
-    "ActionObjDoor",
-    "FindObjS7",
-    "KeyCorridorS6R3",
-    "OneRoomS20",
-    "MoveTwoAcrossS8N9",
-    "SynthS5R2",
-    "SynthLoc",
-    "SynthSeq",
-    "MiniBossLevel",
-    "BossLevel",
-    "BossLevelNoUnlock",
-)
+# AgentGym's numbering: level = task id mod 40, seed = task id // 40; five levels in a line
+_LEVELS = """
+    GoToRedBallGrey GoToRedBall GoToRedBallNoDists GoToObjS6-v0 GoToLocalS8N7
+    GoToObjMazeS7 GoToImpUnlock GoToSeqS5R2 GoToRedBlueBall GoToDoor
+    GoToObjDoor Open OpenRedDoor OpenDoorLoc OpenRedBlueDoorsDebug
+    OpenDoorsOrderN4Debug Pickup UnblockPickup PickupLoc PickupDistDebug
+    PickupAbove PutNextLocalS6N4 PutNextS7N4Carrying Unlock UnlockLocalDist
+    KeyInBox UnlockPickupDist BlockedUnlockPickup UnlockToUnlock ActionObjDoor
+    FindObjS7 KeyCorridorS6R3 OneRoomS20 MoveTwoAcrossS8N9 SynthS5R2
+    SynthLoc SynthSeq MiniBossLevel BossLevel BossLevelNoUnlock
+"""
+AGENTGYM_LEVELS = tuple(_LEVELS.split())
 
 
 def pick_level(levels: Sequence[str], task_id: int) -> tuple[str, int]:

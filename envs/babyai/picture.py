@@ -107,8 +107,5 @@ def grid_of(env: MiniGridEnv) -> dict[str, Any]:
 def _named(thing: Any) -> dict[str, str]:
     kind, color, state = map(int, thing.encode())
     name = IDX_TO_OBJECT[kind]
-    return {
-        "kind": name,
-        "color": IDX_TO_COLOR[color],
-        "state": DOOR_STATES[state] if name == "door" else "",
-    }
+    told = DOOR_STATES[state] if name == "door" else ""
+    return {"kind": name, "color": IDX_TO_COLOR[color], "state": told}

@@ -36,16 +36,12 @@ class VisibleObject:
     @property
     def name(self) -> str:
         """Name in the compact style: `red ball`, `closed red door`."""
-        return (
-            f"{self.state} {self.color} {self.kind}" if self.state else f"{self.color} {self.kind}"
-        )
+        return " ".join(filter(None, (self.state, self.color, self.kind)))
 
     @property
     def agentgym_name(self) -> str:
         """Name in AgentGym's style: `red ball`, `red closed door`."""
-        return (
-            f"{self.color} {self.state} {self.kind}" if self.state else f"{self.color} {self.kind}"
-        )
+        return " ".join(filter(None, (self.color, self.state, self.kind)))
 
 
 @dataclass(frozen=True)
@@ -111,37 +107,27 @@ def _decode(pixels: bytes) -> View:
             if kind == _WALL:
                 walls.append((ahead, left))
             elif kind not in (_EMPTY, _FLOOR):
-                objects.append(
-                    VisibleObject(
-                        IDX_TO_OBJECT[kind],
-                        IDX_TO_COLOR[color],
-                        DOOR_STATES[state] if kind == _DOOR else "",
-                        ahead,
-                        left,
-                    )
-                )
+                named = IDX_TO_OBJECT[kind], IDX_TO_COLOR[color]
+                told = DOOR_STATES[state] if kind == _DOOR else ""
+                objects.append(VisibleObject(*named, told, ahead, left))
     objects.sort(key=lambda obj: (obj.ahead + abs(obj.left), abs(obj.left), -obj.left))
-    carrying = (
-        f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
-    )
-    return View(tuple(objects), frozenset(walls), carrying)
+    name = f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
+    return View(tuple(objects), frozenset(walls), name)
 
 
 def compact(view: View, *, goal: str = "", note: str = "", actions: Sequence[str] = ()) -> str:
     """Describe the view in a few words for a small model; empty arguments add no line."""
     parts = [f"{obj.name} {_where(obj)}" for obj in view.objects]
-    wall = view.wall_ahead
-    if wall is not None:
-        parts.append(f"wall {wall} ahead")
-    lines = [note] if note else []
-    if goal:
-        lines.append(f"goal: {goal}")
-    lines.append("see: " + (", ".join(parts) or "nothing"))
-    if view.carrying:
-        lines.append(f"carry: {view.carrying}")
-    if actions:
-        lines.append("actions: " + ", ".join(actions))
-    return "\n".join(lines)
+    if view.wall_ahead is not None:
+        parts.append(f"wall {view.wall_ahead} ahead")
+    lines = {
+        "goal": goal,
+        "see": ", ".join(parts) or "nothing",
+        "carry": view.carrying,
+        "actions": ", ".join(actions),
+    }
+    shown = [f"{title}: {text}" for title, text in lines.items() if text]
+    return "\n".join([note, *shown] if note else shown)
 
 
 @lru_cache(maxsize=KEPT)
@@ -161,15 +147,12 @@ def agentgym(
         sentences.append("The room has walls around you.")
     if view.barrier is not None:
         sentences.append("You are facing a {} {} steps away.".format(*view.barrier))
+    carried = f"a {view.carrying}" if view.carrying else ""
     sentences.append(
-        f"You are carrying a {view.carrying}."
-        if view.carrying
-        else "You are not carrying anything."
+        f"You are carrying {carried}." if carried else "You are not carrying anything."
     )
-    lines = [f"Your goal: {goal}"] if goal else []
-    lines.append(" ".join(sentences))
-    lines += [closing] if closing else []
-    return agentgym_reply("\n".join(lines), actions)
+    lines = [f"Your goal: {goal}" if goal else "", " ".join(sentences), closing]
+    return agentgym_reply("\n".join(filter(None, lines)), actions)
 
 
 def agentgym_reply(text: str, actions: Sequence[str]) -> str:

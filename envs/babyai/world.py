@@ -146,14 +146,9 @@ class World:
         terminated = success if self.options.actions == "high" else terminated
         self._ended = terminated or truncated
         paid = (1.0 if self.options.reward == "binary" else float(reward)) if success else 0.0
-        return StepResult(
-            self._told(closing="The task is completed." if success else ""),
-            paid,
-            terminated,
-            truncated and not terminated,
-            success,
-            {FAMILY: self.level},
-        )
+        told = self._told(closing="The task is completed." if success else "")
+        truncated = truncated and not terminated
+        return StepResult(told, paid, terminated, truncated, success, {FAMILY: self.level})
 
     def _told(self, *, goal: str = "", closing: str = "") -> str:
         if self.options.view == "compact":
@@ -223,12 +218,9 @@ class Bot:
         """Return the high grammar's command that reaches a goal in view; empty if there is none.
         It returns at most one command per episode: if its plan is interrupted, the bot takes over.
         """
-        instruction = self._world.env.instrs
-        if (
-            self._took_shortcut
-            or self._world.options.actions != "high"
-            or not isinstance(instruction, GoToInstr | PickupInstr)
-        ):
+        instruction, is_high = self._world.env.instrs, self._world.options.actions == "high"
+        is_simple = isinstance(instruction, GoToInstr | PickupInstr)
+        if self._took_shortcut or not is_high or not is_simple:
             return ""
         verb = "go to" if isinstance(instruction, GoToInstr) else "pickup"
         if verb == "pickup" and self._world.view.carrying:
@@ -259,12 +251,6 @@ class Bot:
                 return "turn left"
             move = Move.PICKUP if self._world.view.carrying else Move.DROP
         if high and move is Move.PICKUP:
-            return next(
-                (
-                    text
-                    for text, command in self._world.offered.items()
-                    if command.moves == (Move.PICKUP,)
-                ),
-                CHECK,
-            )
+            offered = self._world.offered.items()
+            return next((text for text, c in offered if c.moves == (Move.PICKUP,)), CHECK)
         return _TEXT_OF[move]
