@@ -184,13 +184,7 @@ class World:
         for person in self.by_kind["person"]:
             self._education(person)
         for province in provinces:
-            province.facts["capital"] = self.dice.pick(
-                [
-                    town
-                    for town in self.of("town", province.split)
-                    if town.facts["province"] is province
-                ]
-            )
+            province.facts["capital"] = self.dice.pick(self._inside("town", province))
 
     def entities(self) -> list[Entity]:
         return [entity for entities in self.by_kind.values() for entity in entities]
@@ -204,6 +198,10 @@ class World:
             and all(entity.facts.get(name) == value for name, value in facts.items())
         ]
 
+    def _inside(self, kind: str, province: Entity) -> list[Entity]:
+        places = self.of(kind, province.split)
+        return [place for place in places if place.facts["province"] is province]
+
     def _add(self, kind: str, name: str, split: str, **facts: Entity | int | str) -> Entity:
         entity = Entity(kind, name, split, facts)
         self.by_kind.setdefault(kind, []).append(entity)
@@ -212,65 +210,38 @@ class World:
     def _land(self, province: Entity) -> None:
         dice, split = self.dice, province.split
         province.facts.update(export=dice.word("exports"), area=dice.between(31, 240) * 100)
+        name, depth = self.names.coined("Lake "), dice.between(18, 290)
         lake = self._add(
-            "lake",
-            self.names.coined("Lake "),
-            split,
-            province=province,
-            depth=dice.between(18, 290),
-            fish=dice.word("fish"),
+            "lake", name, split, province=province, depth=depth, fish=dice.word("fish")
         )
-        mountains = [
-            self._add(
-                "mountain",
-                self.names.coined("Mount "),
-                split,
-                province=province,
-                height=dice.between(1_210, 4_380),
-            )
-            for _ in range(3)
-        ]
-        rivers = [
-            self._add(
-                "river",
-                self.names.coined("River "),
-                split,
-                source=mountain,
-                mouth=lake,
-                length=dice.between(41, 612),
-            )
-            for mountain in mountains
-        ]
+        mountains = []
+        for _ in range(3):
+            name, height = self.names.coined("Mount "), dice.between(1_210, 4_380)
+            mountains.append(self._add("mountain", name, split, province=province, height=height))
+        rivers = []
+        for source in mountains:
+            name, length = self.names.coined("River "), dice.between(41, 612)
+            rivers.append(self._add("river", name, split, source=source, mouth=lake, length=length))
         for _ in range(10):
             towns = self.by_kind.get("town", [])
             plain = [town.name for town in towns if " " not in town.name]
-            self._add(
-                "town",
-                self.names.place(dice.pick(plain) if plain else ""),
-                split,
-                province=province,
-                river=dice.pick(rivers),
-                founded=dice.between(1_080, 1_540),
-                craft=dice.word("crafts"),
-                population=dice.between(21, 940) * 100,
-            )
+            name = self.names.place(dice.pick(plain) if plain else "")
+            town = self._add("town", name, split, province=province, river=dice.pick(rivers))
+            town.facts.update(founded=dice.between(1_080, 1_540), craft=dice.word("crafts"))
+            town.facts["population"] = dice.between(21, 940) * 100
 
     def _people(self, province: Entity) -> None:
         dice, split = self.dice, province.split
-        towns = [town for town in self.of("town", split) if town.facts["province"] is province]
+        towns = self._inside("town", province)
         for profession, count in WORDS["professions"].items():
             for _ in range(count):
                 pronoun = dice.pick(("she", "he"))
                 years = (1_560, 1_630) if profession == "scholar" else (1_640, 1_890)
                 born = dice.between(*years)
-                facts: dict[str, Entity | int | str] = {
-                    "profession": profession,
-                    "pronoun": pronoun,
-                    "born": born,
-                    "died": born + dice.between(52, 93),
-                    "birthplace": dice.pick(towns),
-                }
-                self._add("person", self.names.person(pronoun), split, **facts)
+                died, birthplace = born + dice.between(52, 93), dice.pick(towns)
+                person = self._add("person", self.names.person(pronoun), split, born=born)
+                person.facts.update(died=died, birthplace=birthplace, profession=profession)
+                person.facts["pronoun"] = pronoun
 
     def _acquaintances(self, person: Entity) -> None:
         """Choose a mentor and a spouse for a person.
@@ -310,21 +281,14 @@ class World:
 
     def _deeds(self, province: Entity) -> None:
         split = province.split
-        for mountain in [m for m in self.of("mountain", split) if m.facts["province"] is province]:
+        for mountain in self._inside("mountain", province):
             climber = self._someone(split, "mountaineer")
             mountain.facts.update(climber=climber, climbed=self._grown(climber))
         for number in range(20):
             form = tuple(WORDS["forms"])[number % len(WORDS["forms"])]
             maker = self._someone(split, WORDS["forms"][form]["profession"])
-            self._add(
-                "work",
-                self.names.title(),
-                split,
-                form=form,
-                maker=maker,
-                year=self._grown(maker),
-                setting=self._somewhere(split),
-            )
+            work = self._add("work", self.names.title(), split, form=form, maker=maker)
+            work.facts.update(year=self._grown(maker), setting=self._somewhere(split))
         self._institutions(split)
         self._events(split)
         self._inventions(split)
@@ -334,66 +298,33 @@ class World:
         for what in WORDS["buildings"]:
             architect = self._someone(split, "architect")
             name = names.coined(after=f" {what}")
-            self._add(
-                "building",
-                name,
-                split,
-                what=what,
-                architect=architect,
-                town=self._somewhere(split),
-                opened=self._grown(architect),
-            )
+            building = self._add("building", name, split, what=what, architect=architect)
+            building.facts.update(town=self._somewhere(split), opened=self._grown(architect))
         for branch, products in WORDS["products"].items():
             founder = self._someone(split, "merchant")
             product = dice.pick(products)
             name = names.coined(ends=("a", "ex", "ano", "ix"), after=f" {branch}")
-            self._add(
-                "company",
-                name,
-                split,
-                founder=founder,
-                seat=self._somewhere(split),
-                founded=self._grown(founder),
-                product=product,
-            )
+            company = self._add("company", name, split, founder=founder, product=product)
+            company.facts.update(seat=self._somewhere(split), founded=self._grown(founder))
         for what in ("Academy", "College", "Institute"):
             scholar = self._someone(split, "scholar")
             founded = min(self._grown(scholar), scholar.number("born") + 50)
             name = names.coined(after=f" {what}")
-            self._add(
-                "school",
-                name,
-                split,
-                founder=scholar,
-                town=self._somewhere(split),
-                founded=founded,
-                field=dice.word("fields"),
-            )
+            school = self._add("school", name, split, founder=scholar, founded=founded)
+            school.facts.update(town=self._somewhere(split), field=dice.word("fields"))
 
     def _events(self, split: str) -> None:
         dice, names = self.dice, self.names
         for terrain in ("Ford", "Hill"):
             victor = self._someone(split, "general")
             name = names.coined("Battle of ", after=f" {terrain}")
-            self._add(
-                "battle",
-                name,
-                split,
-                victor=victor,
-                town=self._somewhere(split),
-                year=self._grown(victor),
-            )
+            town, year = self._somewhere(split), self._grown(victor)
+            self._add("battle", name, split, victor=victor, town=town, year=year)
         for _ in range(3):
             honoured = dice.pick(self.of("person", split))
             begun = honoured.number("died") + dice.between(1, 40)
-            self._add(
-                "festival",
-                names.phrase("Festival"),
-                split,
-                honours=honoured,
-                town=self._somewhere(split),
-                begun=begun,
-            )
+            name, town = names.phrase("Festival"), self._somewhere(split)
+            self._add("festival", name, split, honours=honoured, town=town, begun=begun)
 
     def _inventions(self, split: str) -> None:
         dice, names = self.dice, self.names
@@ -401,47 +332,24 @@ class World:
             finder = self._someone(split, "botanist")
             name = names.coined(after=f" {dice.word('plants')}")
             mountain = dice.pick(self.of("mountain", split))
-            self._add(
-                "plant",
-                name,
-                split,
-                finder=finder,
-                mountain=mountain,
-                found=self._grown(finder),
-                bloom=dice.word("bloom"),
-            )
+            plant = self._add("plant", name, split, finder=finder, mountain=mountain)
+            plant.facts.update(found=self._grown(finder), bloom=dice.word("bloom"))
         for _ in range(3):
             inventor = self._someone(split, "inventor")
             what = dice.pick(tuple(WORDS["machines"]))
             name = names.coined(ends=("on", "ic", "o"), after=f" {what}")
-            self._add(
-                "machine",
-                name,
-                split,
-                what=what,
-                inventor=inventor,
-                town=self._somewhere(split),
-                year=self._grown(inventor),
-                use=WORDS["machines"][what],
-            )
+            machine = self._add("machine", name, split, what=what, inventor=inventor)
+            machine.facts.update(town=self._somewhere(split), year=self._grown(inventor))
+            machine.facts["use"] = WORDS["machines"][what]
         for _ in range(4):
             name = names.coined(ends=WORDS["town_ends"], after=f" {dice.word('clubs')}")
             ground = names.coined(after=f" {dice.pick(('Park', 'Road', 'Green'))}")
-            self._add(
-                "club",
-                name,
-                split,
-                town=self._somewhere(split),
-                ground=ground,
-                founded=dice.between(1_862, 1_921),
-                colours=dice.word("colours"),
-            )
+            club = self._add("club", name, split, town=self._somewhere(split), ground=ground)
+            club.facts.update(founded=dice.between(1_862, 1_921), colours=dice.word("colours"))
 
     def _education(self, person: Entity) -> None:
-        schools = [
-            school
-            for school in self.of("school", person.split)
-            if school.number("founded") <= person.number("born") + 16
-        ]
+        latest = person.number("born") + 16
+        all_schools = self.of("school", person.split)
+        schools = [school for school in all_schools if school.number("founded") <= latest]
         if schools and self.dice.chance(0.8):
             person.facts["school"] = self.dice.pick(schools)
