@@ -15,7 +15,7 @@ from envs.options import check_known, choose, one_of, whole_number
 from envs.textcraft.invented import Draft
 from envs.textcraft.planner import Choices, shortest
 from envs.textcraft.recipes import Book, load_book, plain
-from envs.textcraft.world import Options, Protocol, World, goals_of
+from envs.textcraft.world import Options, Protocol, World
 from envs.wire import Example
 
 DEFAULTS: dict[str, Any] = {
@@ -140,11 +140,9 @@ def _goals(book: Book, chosen: dict[str, Any]) -> tuple[str, ...]:
     wanted = [plain(name) for name in wanted]
     check_known("textcraft", "goals", "crafted item", wanted, book.by_output)
     min_depth, max_depth = chosen["min_depth"], chosen["max_depth"]
-    goals = tuple(
-        goal
-        for goal in goals_of(book, min_depth=min_depth, max_depth=max_depth)
-        if not wanted or goal in wanted
-    )
+    depths = range(min_depth, (max_depth or max(book.depth.values())) + 1)
+    deep = (goal for goal in book.goals if book.depth[goal] in depths)
+    goals = tuple(goal for goal in deep if not wanted or goal in wanted)
     if not goals:
         deepest = book.depth[book.goals[-1]]
         raise ValueError(

@@ -78,16 +78,11 @@ def invent(number: int, known: Iterable[Draft]) -> list[Draft]:
             if chance.random() < 1 / 3:
                 chosen.add(chance.choice(single))
             else:  # often of the output's material, like planks from a log
-                material = (
-                    output.partition("_")[0] if chance.random() < 1 / 2 else chance.choice(begins)
-                )
+                is_same = chance.random() < 1 / 2
+                material = output.partition("_")[0] if is_same else chance.choice(begins)
                 chosen.add(name(material, ingredient_ends, outputs))
         ingredients |= chosen
-        drafts.append(
-            Draft(
-                output,
-                chance.choice((1, 1, 1, 2, 3, 4, 6, 8, 16)),
-                tuple((part, chance.randint(1, 9)) for part in sorted(chosen)),
-            )
-        )
+        count = chance.choice((1, 1, 1, 2, 3, 4, 6, 8, 16))
+        parts_used = tuple((part, chance.randint(1, 9)) for part in sorted(chosen))
+        drafts.append(Draft(output, count, parts_used))
     return drafts

@@ -57,9 +57,8 @@ class Act:
     def text(self) -> str:
         if not self.takes:
             return f"get {self.n} {self.item}"
-        return f"craft {self.n} {self.item} using " + ", ".join(
-            f"{n} {name}" for name, n in self.takes.items()
-        )
+        takes = ", ".join(f"{n} {name}" for name, n in self.takes.items())
+        return f"craft {self.n} {self.item} using {takes}"
 
     def after(self, inventory: Mapping[str, int]) -> dict[str, int]:
         left = Counter(inventory)

@@ -85,7 +85,11 @@ class Book:
         )
         self.depth = self._measure()
         self.goals = sorted(self.by_output, key=lambda name: (self.depth[name], name))
-        self.digest = hashlib.sha256("\n".join(self._lines()).encode()).hexdigest()[:16]
+        kinds = [
+            f"{kind}: {', '.join(sorted(self.members[kind]))}" for kind in sorted(self.members)
+        ]
+        lines = [*(recipe.text for recipe in self.recipes), *kinds]
+        self.digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
         self._told: dict[str, tuple[list[str], list[str]]] = {}
 
     def told(self, goal: str) -> tuple[list[str], list[str]]:
@@ -93,28 +97,18 @@ class Book:
         The tree contains all members of a kind.
         """
         if goal not in self._told:
-            seen = {goal}
             tree: list[Recipe] = []
             queue = [goal]
             for name in queue:  # the loop appends to it
                 recipes = self.by_output.get(name, [])
                 tree += recipes
-                for part in [
-                    *sorted(self.members.get(name, ())),
-                    *(part for recipe in recipes for part, _ in recipe.ingredients),
-                ]:
-                    if part not in seen:
-                        seen.add(part)
-                        queue.append(part)
+                parts = sorted(self.members.get(name, ()))
+                parts += [part for recipe in recipes for part, _ in recipe.ingredients]
+                queue += dict.fromkeys(part for part in parts if part not in queue)
             used = dict.fromkeys(part for recipe in tree for part, _ in recipe.ingredients)
             texts = dict.fromkeys(recipe.text for recipe in tree)
-            others = dict.fromkeys(
-                recipe.text
-                for part in used
-                for recipe in self._users[part]
-                if recipe.text not in texts
-            )
-            self._told[goal] = [*texts], [*others]
+            others = dict.fromkeys(recipe.text for part in used for recipe in self._users[part])
+            self._told[goal] = [*texts], [text for text in others if text not in texts]
         return self._told[goal]
 
     def find(self, output: str, given: Mapping[str, int]) -> Recipe | None:
@@ -143,13 +137,6 @@ class Book:
                     depth[kind] = min(known)
                     changed = True
         return depth
-
-    def _lines(self) -> list[str]:
-        kinds = [
-            f"{kind}: {', '.join(sorted(members))}"
-            for kind, members in sorted(self.members.items())
-        ]
-        return [*(recipe.text for recipe in self.recipes), *kinds]
 
 
 @cache
@@ -189,9 +176,8 @@ def _with_invented(number: str) -> Book:
             f" {INVENTED + number!r}"
         )
     shipped = _read_file(SHIPPED)
-    return Book(
-        [*shipped, *invent(int(number), shipped)], f"{SHIPPED} and {number} invented recipes"
-    )
+    source = f"{SHIPPED} and {number} invented recipes"
+    return Book([*shipped, *invent(int(number), shipped)], source)
 
 
 def _read_file(path: Path) -> list[Draft]:
@@ -199,15 +185,11 @@ def _read_file(path: Path) -> list[Draft]:
     content = _json(path)
     try:
         kind_of = {member: kind for kind, members in content["kinds"].items() for member in members}
-        return [
-            Draft(
-                str(output),
-                int(count),
-                tuple((str(name), int(n)) for name, n in ingredients.items()),
-                kind_of.get(output, ""),
-            )
-            for output, count, ingredients in content["recipes"]
-        ]
+        drafts = []
+        for output, count, ingredients in content["recipes"]:
+            parts = tuple((str(name), int(n)) for name, n in ingredients.items())
+            drafts.append(Draft(str(output), int(count), parts, kind_of.get(output, "")))
+        return drafts
     except _MALFORMED as error:
         raise ValueError(
             f"textcraft option recipes: {path} is no recipe file ({type(error).__name__} {error})"
@@ -238,11 +220,8 @@ def _draft(content: Any) -> Draft | None:
     match content["type"].removeprefix(NAMESPACE):
         case "crafting_shaped":
             cells = Counter("".join(content["pattern"]))
-            names = [
-                _ingredient(value)
-                for key, value in content["key"].items()
-                for _ in range(cells[key])
-            ]
+            keys = content["key"].items()
+            names = [_ingredient(value) for key, value in keys for _ in range(cells[key])]
         case "crafting_shapeless":
             names = [_ingredient(value) for value in content["ingredients"]]
         case _:
@@ -251,13 +230,8 @@ def _draft(content: Any) -> Draft | None:
     if isinstance(result, str):
         result = {"item": result}
     output = _bare(result["item"] if "item" in result else result["id"])
-    kind = content.get("group", "")
-    return Draft(
-        output,
-        int(result.get("count") or 1),
-        tuple(Counter(names).items()),
-        "" if kind == output else kind,
-    )
+    kind, count = content.get("group", ""), int(result.get("count") or 1)
+    return Draft(output, count, tuple(Counter(names).items()), "" if kind == output else kind)
 
 
 def _ingredient(value: Any) -> str:
@@ -307,13 +281,11 @@ def _without_cycles(drafts: Sequence[Draft]) -> list[Draft]:
 
 
 def _reachable(names: Iterable[str], below: Mapping[str, set[str]]) -> set[str]:
-    reached = set(names)
-    queue = list(reached)
-    while queue:
-        for name in below.get(queue.pop(), ()):
-            if name not in reached:
-                reached.add(name)
-                queue.append(name)
+    reached: set[str] = set()
+    ahead = set(names)
+    while ahead:
+        reached |= ahead
+        ahead = {part for name in ahead for part in below.get(name, ())} - reached
     return reached
 
 
@@ -341,15 +313,10 @@ def _resolve(drafts: Sequence[Draft]) -> tuple[list[Recipe], dict[str, frozenset
             ingredients[names.get(part) or plain(part)] += n
         if not ingredients:
             continue
-        output = plain(draft.output)
-        parts = ", ".join(f"{n} {name}" for name, n in ingredients.items())
-        recipe = Recipe(
-            output,
-            draft.count,
-            tuple(ingredients.items()),
-            f"craft {draft.count} {output} using {parts}",
-        )
-        recipes.setdefault((output, frozenset(ingredients.items())), recipe)
+        output, parts = plain(draft.output), tuple(ingredients.items())
+        text = f"craft {draft.count} {output} using {', '.join(f'{n} {name}' for name, n in parts)}"
+        recipe = Recipe(output, draft.count, parts, text)
+        recipes.setdefault((output, frozenset(parts)), recipe)
     return list(recipes.values()), {
         names[kind]: frozenset(map(plain, members)) for kind, members in sorted(by_kind.items())
     }
@@ -364,9 +331,8 @@ def _fits(items: Mapping[str, int], slots: Sequence[tuple[frozenset[str], int]])
     """
     for chosen in itertools.product((True, False), repeat=len(slots)):
         room = sum(n for (_, n), inside in zip(slots, chosen, strict=True) if inside)
-        elsewhere: set[str] = set()
-        for (members, _), inside in zip(slots, chosen, strict=True):
-            elsewhere |= set() if inside else members
+        outside = (kind for (kind, _), inside in zip(slots, chosen, strict=True) if not inside)
+        elsewhere = frozenset[str]().union(*outside)
         if sum(n for name, n in items.items() if name not in elsewhere) > room:
             return False
     return True

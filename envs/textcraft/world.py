@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -88,9 +87,7 @@ class World:
         return StepResult(observation, 1.0 if success else 0.0, success, truncated, success, info)
 
     def render(self) -> tuple[str, bytes]:
-        title = (
-            f"Goal: {self.goal} (depth {self.book.depth[self.goal]}), {self.num_steps} steps taken"
-        )
+        title = f"Goal: {self.goal} ({self.family}), {self.num_steps} steps taken"
         lines = [title, self._look(), "", *tree_lines(self.book, self.goal, self.inventory)]
         return "text/plain", "\n".join(lines).encode()
 
@@ -159,9 +156,8 @@ class World:
         return f"Crafted {recipe.count} {item_id(output)}", output == self.goal
 
     def _look(self) -> str:
-        return "Inventory: " + (
-            " ".join(f"[{name}] ({n})" for name, n in self.inventory.items()) or EMPTY
-        )
+        held = " ".join(f"[{name}] ({n})" for name, n in self.inventory.items())
+        return f"Inventory: {held or EMPTY}"
 
 
 def normalise(text: str) -> str:
@@ -171,19 +167,9 @@ def normalise(text: str) -> str:
     return " ".join(text.lower().replace("minecraft:", "").replace("_", " ").split()).rstrip(". ")
 
 
-def goals_of(book: Book, *, min_depth: int, max_depth: int) -> Sequence[str]:
-    """Return the goals of these depths, in the book's order. max_depth: 0 means no limit."""
-    return [
-        goal
-        for goal in book.goals
-        if min_depth <= book.depth[goal] and (not max_depth or book.depth[goal] <= max_depth)
-    ]
-
-
 def _unreadable(text: str) -> str:
-    if text.startswith("craft "):
-        return f"Could not extract recipe from {_short(text)}"
-    return f"Could not execute {_short(text)}"
+    failed = "extract recipe from" if text.startswith("craft ") else "execute"
+    return f"Could not {failed} {_short(text)}"
 
 
 def _short(text: str) -> str:
