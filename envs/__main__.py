@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from envs.env import EnvSpec, UnknownTask
 from envs.plain import plain
@@ -75,46 +76,28 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help=f"address to bind {default}")
     add("--port", type=int, default=0, help="0 takes a free one (default)")
     add("--max-sessions", type=_positive_int, default=256, metavar="N", help=default)
-    add(
-        "--session-ttl",
-        type=_positive_float,
-        default=300.0,
-        metavar="S",
-        help="an idle session is closed after this",
-    )
-    add(
-        "--drain-timeout",
-        type=_positive_float,
-        default=20.0,
-        metavar="S",
-        help="for open sessions after SIGTERM",
-    )
+    time: dict[str, Any] = {"type": _positive_float, "metavar": "S"}
+    add("--session-ttl", **time, default=300.0, help="an idle session is closed after this")
+    add("--drain-timeout", **time, default=20.0, help="for open sessions after SIGTERM")
     add("--expert", action="store_true", help="offer POST /expert; training refuses such servers")
-    add("--expert-timeout", type=_positive_float, default=5.0, metavar="S", help=default)
+    add("--expert-timeout", **time, default=5.0, help=default)
     add("--port-file", type=Path, metavar="PATH", help="holds the port while the server listens")
     add("--check", action="store_true", help="only say whether name and options are right")
-    add(
-        "--allow-host",
-        type=_host_name,
-        action="append",
-        default=[],
-        metavar="NAME",
-        help=(
-            "a host name that requests may use, in addition to localhost and the server's address;"
-            " .NAME allows all subdomains"
-        ),
+    allowed = (
+        "a host name that requests may use, in addition to localhost and the server's address;"
+        " .NAME allows all subdomains"
     )
+    name: dict[str, Any] = {"type": _host_name, "metavar": "NAME"}
+    add("--allow-host", **name, action="append", default=[], help=allowed)
     unguarded = "accept requests without a token, also from other machines"
     add("--no-token", action="store_true", help=unguarded)
     orphan = "exit when stdin is closed: the server cannot outlive its owner"
     add("--owner-pipe", action="store_true", help=orphan)
-    commands.add_parser(
-        "list",
-        help=(
-            "print every environment and, if it cannot be served on this machine, the reason; one"
-            " JSON object a line"
-        ),
+    listed = (
+        "print every environment and, if it cannot be served on this machine, the reason; one"
+        " JSON object a line"
     )
+    commands.add_parser("list", help=listed)
     return parser
 
 
@@ -137,9 +120,7 @@ def _identities(spec: EnvSpec) -> int:
         ids = json.load(sys.stdin)
     except ValueError as error:
         return _refuse(f"standard input must be a JSON list of task ids: {error}")
-    if not isinstance(ids, list) or not all(
-        type(task_id) is int and task_id >= 0 for task_id in ids
-    ):
+    if not isinstance(ids, list) or not all(type(id) is int and id >= 0 for id in ids):
         return _refuse("standard input must be a JSON list of task ids, whole numbers from 0")
     try:
         digests = spec.identity and [_digest(spec.identity, task_id) for task_id in ids]

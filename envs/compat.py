@@ -85,10 +85,8 @@ class AgentGymRoutes:
 
     async def _create(self, body: BaseModel) -> object:
         self._forget()
-        if len(self._places) >= self._sessions.settings.max_sessions:
-            raise Refused(
-                ErrorKind.FULL, f"all {self._sessions.settings.max_sessions} environments are taken"
-            )
+        if len(self._places) >= (limit := self._sessions.settings.max_sessions):
+            raise Refused(ErrorKind.FULL, f"all {limit} environments are taken")
         counts = self._dialect.counts
         task = next(self._counter) if counts else self._dialect.names_task(body)
         env = Place(1 + secrets.randbelow(MAX_ID - 1), _checked(task), time.monotonic())
@@ -105,10 +103,8 @@ class AgentGymRoutes:
             try:
                 await self._open(env)
             except Refused as error:
-                if self._dialect.reset_failed is None or error.reply.kind not in (
-                    ErrorKind.ENV_CRASHED,
-                    ErrorKind.BAD_REQUEST,
-                ):
+                failures = (ErrorKind.ENV_CRASHED, ErrorKind.BAD_REQUEST)
+                if self._dialect.reset_failed is None or error.reply.kind not in failures:
                     raise
                 return self._dialect.reset_failed
             return self._dialect.shown(env)
@@ -120,19 +116,15 @@ class AgentGymRoutes:
                 raise _finished(env)
             if not env.session:
                 if env.task is None:
-                    raise Refused(
-                        ErrorKind.BAD_REQUEST, f"The environment {env.id} has not been reset."
-                    )
+                    unset = f"The environment {env.id} has not been reset."
+                    raise Refused(ErrorKind.BAD_REQUEST, unset)
                 await self._open(env)
             request = StepRequest(session_id=env.session, turn=env.turn + 1, action=body.action)
             try:
                 reply = StepReply.model_validate_json(await self._sessions.step(request))
             except Refused as error:
-                if self._dialect.step_failed is None or error.reply.kind not in (
-                    ErrorKind.ENV_CRASHED,
-                    ErrorKind.GRADER_FAILED,
-                    ErrorKind.SESSION_GONE,
-                ):
+                broken = (ErrorKind.ENV_CRASHED, ErrorKind.GRADER_FAILED, ErrorKind.SESSION_GONE)
+                if self._dialect.step_failed is None or error.reply.kind not in broken:
                     raise
                 return self._dialect.step_failed(error.reply.message)
             env.turn, env.observation, env.reward = reply.turn, reply.observation, reply.reward
@@ -207,12 +199,10 @@ class AgentGymRoutes:
 
     async def _open(self, env: Place) -> None:
         assert env.task is not None
-        request = CreateRequest(
-            request_key=f"agentgym-{env.id}-{secrets.token_hex(8)}", task_id=env.task
-        )
-        opened = CreateReply.model_validate_json(
-            await self._sessions.create(request, self._spec.make)
-        )
+        key = f"agentgym-{env.id}-{secrets.token_hex(8)}"
+        request = CreateRequest(request_key=key, task_id=env.task)
+        raw = await self._sessions.create(request, self._spec.make)
+        opened = CreateReply.model_validate_json(raw)
         env.session, env.observation = opened.session_id, opened.observation
         env.prompt = f"{self._spec.instructions}\n{opened.observation}"
         env.turn, env.reward, env.score, env.done = 0, 0.0, 0.0, False

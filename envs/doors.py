@@ -78,16 +78,10 @@ class Doors:
             raise Refused(ErrorKind.FORBIDDEN, message)
         origin = headers.get(b"origin")
         if origin is not None and origin.rpartition(b"://")[2] != host:
-            raise Refused(
-                ErrorKind.FORBIDDEN,
-                f"Origin {_shown(origin)}: pages of other sites may not ask this server",
-            )
-        bearer = headers.get(b"authorization", b"")
-        if (
-            self._expected
-            and scope["path"] not in OPEN_PATHS
-            and not hmac.compare_digest(bearer, self._expected)
-        ):
+            message = f"Origin {_shown(origin)}: pages of other sites may not ask this server"
+            raise Refused(ErrorKind.FORBIDDEN, message)
+        bearer, is_closed = headers.get(b"authorization", b""), scope["path"] not in OPEN_PATHS
+        if self._expected and is_closed and not hmac.compare_digest(bearer, self._expected):
             message = (
                 f"this server asks for a bearer token; set {TOKEN_VARIABLE} to the one it was"
                 " started with"

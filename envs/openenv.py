@@ -211,26 +211,20 @@ class Seat:
         if not self._session:
             raise Failed(ErrorCode.EXECUTION_ERROR, "there is no episode; reset first")
         if self._ended:
-            raise Failed(
-                ErrorCode.EXECUTION_ERROR,
-                f"the episode ended at turn {self._turn}; reset for another one",
-            )
+            ended = f"the episode ended at turn {self._turn}; reset for another one"
+            raise Failed(ErrorCode.EXECUTION_ERROR, ended)
         try:
-            raw = await self._sessions.step(
-                StepRequest(session_id=self._session, turn=self._turn + 1, action=message)
-            )
+            turn = self._turn + 1
+            request = StepRequest(session_id=self._session, turn=turn, action=message)
+            raw = await self._sessions.step(request)
         except Refused as error:
             self._session = ""  # it crashed, or the reaper closed it
             raise self._failed(error, crashed=ErrorCode.EXECUTION_ERROR) from error
         reply = StepReply.model_validate_json(raw)
         self._turn, self._ended = reply.turn, reply.terminated or reply.truncated
         self._state.step_count = reply.turn
-        metadata = {
-            "turn": reply.turn,
-            "success": reply.success,
-            "truncated": reply.truncated,
-            "info": reply.info,
-        }
+        shown = ("turn", "success", "truncated", "info")
+        metadata = {name: getattr(reply, name) for name in shown}
         return _observed(reply.observation, reply.reward, self._ended, metadata)
 
     def _failed(self, error: Refused, *, crashed: ErrorCode) -> Failed:
@@ -299,11 +293,8 @@ def _parsed(raw: str | bytes) -> Asked:
         raise Failed(ErrorCode.INVALID_JSON, message)
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         raise Failed(ErrorCode.UNKNOWN_TYPE, "type must be reset, step, state or close")
-    raise Failed(
-        ErrorCode.VALIDATION_ERROR,
-        f"{'.'.join(map(str, problems[0]['loc']))}: {message}",
-        errors=problems,
-    )
+    location = ".".join(map(str, problems[0]["loc"]))
+    raise Failed(ErrorCode.VALIDATION_ERROR, f"{location}: {message}", errors=problems)
 
 
 def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Json:
@@ -311,20 +302,13 @@ def _observed(text: str, reward: float | None, done: bool, metadata: Json) -> Js
     clients read the inner ones.
     """
     observation = {"text": text, "metadata": metadata}
-    return {
-        "type": "observation",
-        "data": {"observation": observation, "reward": reward, "done": done, "metadata": metadata},
-    }
+    data = {"observation": observation, "reward": reward, "done": done, "metadata": metadata}
+    return {"type": "observation", "data": data}
 
 
 def _full(sessions: Sessions) -> Failed:
-    limit = sessions.settings.max_sessions
-    message = (
-        "the server is shutting down" if sessions.draining else f"all {limit} sessions are taken"
-    )
-    return Failed(
-        ErrorCode.CAPACITY_REACHED,
-        message,
-        active_sessions=sessions.info().active_sessions,
-        max_sessions=limit,
-    )
+    limit, active = sessions.settings.max_sessions, sessions.info().active_sessions
+    full = f"all {limit} sessions are taken"
+    message = "the server is shutting down" if sessions.draining else full
+    code = ErrorCode.CAPACITY_REACHED
+    return Failed(code, message, active_sessions=active, max_sessions=limit)

@@ -94,12 +94,8 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if sockets and not self.should_exit:
             host, port = sockets[0].getsockname()[:2]
-            logger.info(
-                "%s listens on http://%s:%d",
-                self._sessions.spec.name,
-                f"[{host}]" if ":" in host else host,
-                port,
-            )
+            shown = f"[{host}]" if ":" in host else host
+            logger.info("%s listens on http://%s:%d", self._sessions.spec.name, shown, port)
             if self._port_file is not None:
                 _write(self._port_file, f"{port}\n")
 

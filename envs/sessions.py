@@ -162,9 +162,8 @@ class Sessions:
         if self.draining:
             raise Refused(ErrorKind.DRAINING, "the server is shutting down")
         if self.failure:
-            raise Refused(
-                ErrorKind.ENV_CRASHED, f"the scripted episode failed: {self.failure}", status=503
-            )
+            failed = f"the scripted episode failed: {self.failure}"
+            raise Refused(ErrorKind.ENV_CRASHED, failed, status=503)
         if not self.ready:
             raise Refused(ErrorKind.NOT_READY, "the scripted episode has not passed yet")
         return ReadyReply(
@@ -180,9 +179,8 @@ class Sessions:
         make: makes the simulator; None means the served one.
         """
         if request.request_key in self._gone_keys:
-            raise Refused(
-                ErrorKind.SESSION_GONE, "the session of this request key was closed; use a new key"
-            )
+            gone = "the session of this request key was closed; use a new key"
+            raise Refused(ErrorKind.SESSION_GONE, gone)
         opening = self._by_key.get(request.request_key)
         if opening is None:
             self._admit()
@@ -190,11 +188,8 @@ class Sessions:
             self._by_key[request.request_key] = opening
         session = await asyncio.shield(opening)
         if session.task_id != request.task_id:
-            raise Refused(
-                ErrorKind.BAD_REQUEST,
-                f"request key was used for task {session.task_id}, not {request.task_id}; use a"
-                " new key",
-            )
+            used = f"request key was used for task {session.task_id}, not {request.task_id}"
+            raise Refused(ErrorKind.BAD_REQUEST, f"{used}; use a new key")
         session.last_used = time.monotonic()
         return session.created
 
@@ -277,10 +272,8 @@ class Sessions:
             except (ExpertFailed, TimeoutError) as error:
                 session.expert = None  # it may have been stopped in the middle of its plan
                 reason = str(error) or f"no answer within {limit_s:g} s"
-                raise Refused(
-                    ErrorKind.EXPERT_FAILED,
-                    f"{reason} (task {session.task_id}, turn {session.turn})",
-                ) from error
+                where = f"(task {session.task_id}, turn {session.turn})"
+                raise Refused(ErrorKind.EXPERT_FAILED, f"{reason} {where}") from error
             except Exception as error:
                 await self._crash(session, error)
             session.last_used = time.monotonic()
@@ -320,19 +313,13 @@ class Sessions:
             if isinstance(error, UnknownTask):
                 raise Refused(ErrorKind.BAD_REQUEST, str(error)) from error
             logger.exception("task %d could not be opened", request.task_id)
-            raise Refused(
-                ErrorKind.ENV_CRASHED,
-                f"task {request.task_id} could not be opened: {type(error).__name__} {error}",
-            ) from error
+            problem = f"task {request.task_id} could not be opened: {type(error).__name__} {error}"
+            raise Refused(ErrorKind.ENV_CRASHED, problem) from error
         assert simulator is not None
-        session_id = secrets.token_urlsafe(24)
-        reply = CreateReply(
-            session_id=session_id,
-            observation=observation,
-            session_ttl_s=self.settings.session_ttl_s,
-        )
+        id, ttl_s = secrets.token_urlsafe(24), self.settings.session_ttl_s
+        reply = CreateReply(session_id=id, observation=observation, session_ttl_s=ttl_s)
         session = Session(
-            id=session_id,
+            id=id,
             request_key=request.request_key,
             task_id=request.task_id,
             simulator=simulator,
@@ -340,7 +327,7 @@ class Sessions:
             observation=observation,
             last_used=time.monotonic(),
         )
-        self._by_id[session_id] = session
+        self._by_id[id] = session
         self.metrics.created.inc()
         return session
 
@@ -367,9 +354,8 @@ class Sessions:
         await self._close(session)
         reason = f"{type(error).__name__} {error}".strip()
         kind = ErrorKind.GRADER_FAILED if isinstance(error, GraderFailed) else ErrorKind.ENV_CRASHED
-        raise Refused(
-            kind, f"task {session.task_id}, after turn {session.turn}: {reason}"
-        ) from error
+        where = f"task {session.task_id}, after turn {session.turn}"
+        raise Refused(kind, f"{where}: {reason}") from error
 
     async def _close(self, session: Session) -> None:
         session.closed = True
@@ -416,12 +402,8 @@ class Sessions:
                     if not session.closed and time.monotonic() - session.last_used > ttl_s:
                         await self._close(session)
                         self.metrics.reaped.inc()
-                        logger.info(
-                            "closed a session idle for more than %g s (task %d, turn %d)",
-                            ttl_s,
-                            session.task_id,
-                            session.turn,
-                        )
+                        message = "closed a session idle for more than %g s (task %d, turn %d)"
+                        logger.info(message, ttl_s, session.task_id, session.turn)
 
     async def _probe(self) -> None:
         """Warm up, play the scripted episode, set `ready`. Log an exception and set `failure`."""

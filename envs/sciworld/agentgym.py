@@ -55,13 +55,8 @@ def _visual(simulator: Any, answer: Json) -> Json:
         "taskName": simulator.task.name,
         "simplificationStr": "",
     }
-    return {
-        **answer,
-        "info": info,
-        "object_tree": simulator.tree(),
-        "inventory": inventory,
-        "moves": simulator.moves,
-    }
+    shown = {"object_tree": simulator.tree(), "inventory": inventory, "moves": simulator.moves}
+    return {**answer, "info": info, **shown}
 
 
 DIALECT = Dialect(

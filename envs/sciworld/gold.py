@@ -33,15 +33,10 @@ class Recording:
         self._played = played
 
     def next_action(self) -> str:
-        actions = solution(self._task)
+        actions, name = solution(self._task), f"{self._task.name} {self._task.variation}"
         if not actions:
-            raise ExpertFailed(
-                f"no solution of {self._task.name} {self._task.variation} is recorded"
-            )
+            raise ExpertFailed(f"no solution of {name} is recorded")
         turn = len(self._played)
         if list(self._played) != actions[:turn] or turn == len(actions):
-            raise ExpertFailed(
-                f"the episode left the recorded solution of {self._task.name}"
-                f" {self._task.variation}"
-            )
+            raise ExpertFailed(f"the episode left the recorded solution of {name}")
         return actions[turn]

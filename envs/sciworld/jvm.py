@@ -181,15 +181,8 @@ class Jvm:
 
     def __init__(self, heap_mib: int, num_slots: int) -> None:
         engine = find_engine()
-        command = [
-            find_java(),
-            *java_options(heap_mib),
-            "-cp",
-            f"{engine}{os.pathsep}{WRAPPER}",
-            "Slots",
-            str(WRAPPER),
-            str(engine),
-        ]
+        command = [find_java(), *java_options(heap_mib), "-cp", f"{engine}{os.pathsep}{WRAPPER}"]
+        command += ["Slots", str(WRAPPER), str(engine)]
         self._lines = [Line() for _ in range(num_slots)]
         pipes = [pipe for line in self._lines for pipe in line.theirs]
         descriptors = [pipe.fileno() for pipe in pipes]

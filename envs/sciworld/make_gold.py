@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -45,9 +44,8 @@ def solve(slot: Slot, task: str, variation: int) -> tuple[list[str], str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument(
-        "--first", type=int, default=10**6, help="variations of each task, in order"
-    )
+    add = parser.add_argument
+    add("--first", type=int, default=10**6, help="variations of each task, in order")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     known_path = arguments.folder / "known.jsonl"
@@ -73,17 +71,13 @@ def main() -> None:
                     actions, failure = [], f"{type(error).__name__} {error}"
                 finally:
                     pool.release(slot)
-                rows.append(
-                    {"task": task, "variation": variation, "actions": actions, "failure": failure}
-                )
+                found = {"actions": actions, "failure": failure}
+                rows.append({"task": task, "variation": variation, **found})
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
                 if count % 50 == 0:
-                    sys.stdout.write(
-                        f"{time.monotonic() - began:.0f}s {len(rows)} known, last {task}"
-                        f" {variation} {failure}\n"
-                    )
-                    sys.stdout.flush()
+                    said = f"{len(rows)} known, last {task} {variation} {failure}"
+                    print(f"{time.monotonic() - began:.0f}s {said}", flush=True)
     finally:
         pool.close()
         write(rows)

@@ -24,24 +24,12 @@ def build(target: Path) -> None:
     """
     with tempfile.TemporaryDirectory() as folder:
         sources = sorted(str(path) for path in SOURCES.rglob("*.java"))
-        command = [
-            "javac",
-            "--release",
-            JAVA_VERSION,
-            "-Xlint:-options",
-            "-cp",
-            str(find_engine()),
-            "-d",
-            folder,
-            *sources,
-        ]
-        subprocess.run(command, check=True)
+        options = ["--release", JAVA_VERSION, "-Xlint:-options", "-cp", str(find_engine())]
+        subprocess.run(["javac", *options, "-d", folder, *sources], check=True)
         with zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in sorted(Path(folder).rglob("*.class")):
-                archive.writestr(
-                    zipfile.ZipInfo(path.relative_to(folder).as_posix(), (1980, 1, 1, 0, 0, 0)),
-                    path.read_bytes(),
-                )
+                name = path.relative_to(folder).as_posix()
+                archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), path.read_bytes())
 
 
 if __name__ == "__main__":

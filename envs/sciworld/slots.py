@@ -212,15 +212,12 @@ class SlotPool:
             slot.open = True
 
     def _start(self) -> Process:
-        process = Process(Jvm(self._heap_mib, self._slots_per_jvm), self._slots_per_jvm)
-        process.free += [Slot(process, number, self) for number in range(self._slots_per_jvm)]
+        heap_mib, num_slots = self._heap_mib, self._slots_per_jvm
+        process = Process(Jvm(heap_mib, num_slots), num_slots)
+        process.free += [Slot(process, number, self) for number in range(num_slots)]
         self._processes.append(process)
-        logger.info(
-            "Java process %d started: up to %d games, heap %d MiB",
-            process.jvm.pid,
-            self._slots_per_jvm,
-            self._heap_mib,
-        )
+        message = "Java process %d started: up to %d games, heap %d MiB"
+        logger.info(message, process.jvm.pid, num_slots, heap_mib)
         return process
 
     def _bury(self) -> None:
@@ -229,11 +226,7 @@ class SlotPool:
         """
         dead = [process for process in self._processes if not process.jvm.alive]
         long_ago = time.monotonic() - IDLE_S
-        idle = [
-            process
-            for process in self._processes[1:]
-            if process.idle and process.idle_since < long_ago
-        ]
+        idle = [p for p in self._processes[1:] if p.idle and p.idle_since < long_ago]
         for process in {*dead, *idle}:
             self._processes.remove(process)
             self._ended_engine_s += process.jvm.engine_s

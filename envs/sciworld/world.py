@@ -94,13 +94,8 @@ class World:
         """Log the engine's error and return the step's result: the episode ends with outcome 0, so
         that a crash does not pay more than a lost episode.
         """
-        logger.error(
-            "task %s %d: the engine raised on %.200r; the episode scores 0",
-            self.task.name,
-            self.task.variation,
-            action,
-            exc_info=error,
-        )
+        message = "task %s %d: the engine raised on %.200r; the episode scores 0"
+        logger.error(message, self.task.name, self.task.variation, action, exc_info=error)
         info = {**self._info(score=0), "failed": str(error)[:200]}
         return StepResult(BROKEN, -self._paid, terminated=True, info=info)
 
@@ -124,12 +119,8 @@ class World:
         )
 
     def _info(self, score: int) -> dict[str, Any]:
-        return {
-            FAMILY: self.task.name,
-            "variation": self.task.variation,
-            "score": score,
-            "moves": self.moves,
-        }
+        numbers = {"variation": self.task.variation, "score": score, "moves": self.moves}
+        return {FAMILY: self.task.name, **numbers}
 
     def _value(self) -> float:
         """Return the outcome so far: the score with reward `agentgym`, else a share from 0 to 1."""
@@ -138,7 +129,7 @@ class World:
 
     def render(self) -> tuple[str, bytes]:
         """Return (media type, JSON): the task, the agent's room and inventory, and all rooms."""
-        rooms = json.loads(self._ours().call("u")[0])["contents"].values()
+        rooms = self.tree()["contents"].values()
         inside = next((room for room in rooms if _agent(room)), None)
         carried = _contents(_agent(inside)) if inside else []
         inventory = (thing["contents"] for thing in carried if thing["name"] == "inventory")
@@ -151,8 +142,7 @@ class World:
             "inventory": next(inventory, []),
             "rooms": [
                 {"name": room["name"], "objects": _contents(room, but="agent")}
-                for room in rooms
-                if _is_shown(room)
+                for room in filter(_is_shown, rooms)
             ],
         }
         return "application/json", json.dumps(picture).encode()
