@@ -125,9 +125,8 @@ def spec(options: dict[str, Any]) -> EnvSpec:
     skips = one_of("webarena", chosen, "missing_sites", ("refuse", "skip")) == "skip"
     tasks = load(_tasks_file(chosen), sites, skip_missing=skips)
     check_calls(tasks.values(), embedded=embedded)
-    concurrency = whole_number("webarena", chosen, "concurrency", 0, 1024) or 2 * (
-        os.cpu_count() or 1
-    )
+    given = whole_number("webarena", chosen, "concurrency", 0, 1024)
+    concurrency = given or 2 * (os.cpu_count() or 1)
     seed = whole_number("webarena", chosen, "seed", 0, 2**31 - 1)
     make: Callable[[], Place] = partial(Embedded, executable, concurrency, seed)
     if not embedded:
@@ -175,11 +174,8 @@ def _tasks_file(chosen: Mapping[str, Any]) -> Path:
 def _addresses(value: Any) -> dict[str, str]:
     from envs.webarena.tasks import SITE_NAMES
 
-    if (
-        not isinstance(value, dict)
-        or not value
-        or not all(isinstance(url, str) for url in value.values())
-    ):
+    is_named = isinstance(value, dict) and all(isinstance(url, str) for url in value.values())
+    if not is_named or not value:
         raise ValueError(
             'webarena option sites: expected "embedded" or an object such as {"shopping":'
             f' "http://host:7770"}}, got {value!r}'
@@ -204,9 +200,8 @@ def _names(value: Any, sites: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
                 f" {', '.join(sorted(sites))}"
             )
     shown = {**NAMES, **{name: url.rstrip("/") for name, url in value.items()}}
-    return tuple(
-        sorted(((url, shown[name]) for name, url in sites.items()), key=lambda pair: -len(pair[0]))
-    )
+    pairs = ((url, shown[name]) for name, url in sites.items())
+    return tuple(sorted(pairs, key=lambda pair: -len(pair[0])))
 
 
 def _limits(chosen: Mapping[str, Any]) -> Limits:
@@ -244,17 +239,12 @@ def _judge(value: Any) -> Judge:
             f" timeout_s, got {value!r}"
         )
     if not str(value["base_url"]).startswith(("http://", "https://")):
-        raise ValueError(
-            f"webarena option judge: base_url {value['base_url']!r} is no http(s) address"
-        )
+        given = f"base_url {value['base_url']!r}"
+        raise ValueError(f"webarena option judge: {given} is no http(s) address")
     named = value.get("api_key_env", "")
     variable = secret_variable("webarena option judge: api_key_env", named) if named != "" else ""
-    return Endpoint(
-        str(value["base_url"]),
-        str(value["model"]),
-        variable,
-        min(60.0, float(value.get("timeout_s", 40.0))),
-    )
+    timeout_s = min(60.0, float(value.get("timeout_s", 40.0)))
+    return Endpoint(str(value["base_url"]), str(value["model"]), variable, timeout_s)
 
 
 def _storage(chosen: Mapping[str, Any], needed: bool) -> Path | None:

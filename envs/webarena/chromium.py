@@ -102,13 +102,9 @@ def switches(routes: Iterable[tuple[str, str]]) -> list[str]:
 
 def environment(folder: str) -> dict[str, str]:
     """Return variables for browser and driver: a few of ours; HOME and TMPDIR are `folder`."""
-    variables = {
-        name: value for name, value in os.environ.items() if name in _KEPT or name.startswith("LC_")
-    }
-    return {
-        **variables,
-        **dict.fromkeys(("TMPDIR", "HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), folder),
-    }
+    kept = (name for name in os.environ if name in _KEPT or name.startswith("LC_"))
+    folders = dict.fromkeys(("TMPDIR", "HOME", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"), folder)
+    return {name: os.environ[name] for name in kept} | folders
 
 
 def use_sandbox() -> bool:

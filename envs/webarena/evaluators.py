@@ -109,10 +109,8 @@ def url_match(url: str, references: str) -> float:
         bases.append(reference_base)
         for key, values in reference_query.items():
             pooled.setdefault(key, set()).update(values)
-    in_base = any(reference in base for reference in bases)
-    return float(
-        in_base and all(values & set(query.get(key, ())) for key, values in pooled.items())
-    )
+    in_query = all(values & set(query.get(key, ())) for key, values in pooled.items())
+    return float(in_query and any(reference in base for reference in bases))
 
 
 def _split(url: str) -> tuple[str, dict[str, list[str]]]:
@@ -128,23 +126,20 @@ def _string(task: Task, answer: str, judge: Judge) -> tuple[float, dict[str, flo
         score *= parts["exact_match"]
     if rules.must_include is not None:
         whole = len(rules.must_include) == 1
-        parts["must_include"] = float(
-            all(must_include(text, prediction, whole_token=whole) for text in rules.must_include)
-        )
+        included = (must_include(t, prediction, whole_token=whole) for t in rules.must_include)
+        parts["must_include"] = float(all(included))
         score *= parts["must_include"]
     if isinstance(rules.fuzzy, str) and clean(rules.fuzzy) == NOT_ACHIEVABLE:
         if clean(prediction) == NOT_ACHIEVABLE:
             parts["not_achievable"] = 1.0
             return score, parts
         # WebArena replaces the score of the other rules here
-        score = parts["fuzzy_match"] = float(
-            judge.same_reason(task.intent, rules.string_note, prediction)
-        )
+        is_same = judge.same_reason(task.intent, rules.string_note, prediction)
+        score = parts["fuzzy_match"] = float(is_same)
     elif rules.fuzzy is not None:
         references = [rules.fuzzy] if isinstance(rules.fuzzy, str) else rules.fuzzy
-        parts["fuzzy_match"] = float(
-            all(judge.same_answer(task.intent, reference, prediction) for reference in references)
-        )
+        answered = (judge.same_answer(task.intent, text, prediction) for text in references)
+        parts["fuzzy_match"] = float(all(answered))
         score *= parts["fuzzy_match"]
     return score, parts
 
@@ -158,12 +153,8 @@ def _target(target: Target, page: FinalPage, helpers: Helpers) -> float:
     content = html.unescape(_LONG_REFERENCE.sub("\ufffd", _located(target, page, helpers)))
     if target.exact is not None:
         return exact_match(target.exact, content)
-    return float(
-        all(
-            any(must_include(text, content) for text in entry.split(OR))
-            for entry in target.must_include
-        )
-    )
+    entries = (entry.split(OR) for entry in target.must_include)
+    return float(all(any(must_include(text, content) for text in texts) for texts in entries))
 
 
 def _located(target: Target, page: FinalPage, helpers: Helpers) -> str:
@@ -188,9 +179,8 @@ def _called(text: str, page: FinalPage, helpers: Helpers) -> str:
     if not text.startswith("func:"):
         return text
     call = parse_call(text)
-    return helpers.call(
-        call.name, [argument.replace(LAST_URL, page.url) for argument in call.arguments], page
-    )
+    arguments = [argument.replace(LAST_URL, page.url) for argument in call.arguments]
+    return helpers.call(call.name, arguments, page)
 
 
 _SPLITS = (

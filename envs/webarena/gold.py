@@ -39,19 +39,16 @@ class Gold:
         Errors: ExpertFailed if another action was played, no recorded action is left, or
         MAX_SCROLLS scrolls did not show the element.
         """
-        played = self._episode.actions
+        played, task = self._episode.actions, f"task {self._episode.task.id}"
         if len(self._given) == len(played) + 1:
             return self._given[-1]  # it was not played yet
         if self._given != played:
             raise ExpertFailed(
-                f"task {self._episode.task.id}: the recorded solution works from the start"
-                " only, and another action was played"
+                f"{task}: the recorded solution works from the start only, and another action was"
+                " played"
             )
         if self._next >= len(self._actions):
-            raise ExpertFailed(
-                f"task {self._episode.task.id}: the recorded solution ends after {self._next}"
-                " actions"
-            )
+            raise ExpertFailed(f"{task}: the recorded solution ends after {self._next} actions")
         self._look()
         action = self._resolved(self._actions[self._next])
         self._given.append(action)

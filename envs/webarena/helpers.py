@@ -56,25 +56,22 @@ def check_calls(tasks: Iterable[Task], *, embedded: bool) -> None:
     Errors: ValueError for an unknown helper, a wrong number of arguments, or if a call needs the
     shop's API and PASSWORD_VARIABLE is not set.
     """
+    can_ask = embedded or PASSWORD_VARIABLE in os.environ
     for task in tasks:
-        for target in task.evaluation.targets:
-            for text in (target.url, target.locator):
-                if text.startswith("func:"):
-                    call = parse_call(text)
-                    if KNOWN.get(call.name) != len(call.arguments):
-                        raise ValueError(
-                            f"webarena task {task.id}: eval.program_html: no helper {text!r};"
-                            f" known: {', '.join(KNOWN)}"
-                        )
-                    if (
-                        call.name.startswith("shopping_")
-                        and not embedded
-                        and PASSWORD_VARIABLE not in os.environ
-                    ):
-                        raise ValueError(
-                            f"webarena task {task.id}: {call.name} asks the shop's REST API; put"
-                            f" its password into {PASSWORD_VARIABLE}"
-                        )
+        targets = task.evaluation.targets
+        texts = [text for target in targets for text in (target.url, target.locator)]
+        for text in (text for text in texts if text.startswith("func:")):
+            call = parse_call(text)
+            if KNOWN.get(call.name) != len(call.arguments):
+                raise ValueError(
+                    f"webarena task {task.id}: eval.program_html: no helper {text!r};"
+                    f" known: {', '.join(KNOWN)}"
+                )
+            if call.name.startswith("shopping_") and not can_ask:
+                raise ValueError(
+                    f"webarena task {task.id}: {call.name} asks the shop's REST API; put"
+                    f" its password into {PASSWORD_VARIABLE}"
+                )
 
 
 def post_url(url: str) -> str:

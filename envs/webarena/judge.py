@@ -77,37 +77,27 @@ class Rules:
         expected, actual = _words(reference), _words(answer)
         if not expected:
             return " ".join(reference.split()).lower() == " ".join(answer.split()).lower()
-        stray = {word for word in actual - expected - _words(question) if _is_number(word)}
-        room = 3 * len(expected) + 10
-        return (
-            expected <= actual
-            and not stray
-            and len(actual - _words(question)) <= room
-            and _negated(reference) == _negated(answer)
-        )
+        added = actual - _words(question)
+        is_near = expected <= actual and len(added) <= 3 * len(expected) + 10
+        has_stray = any(_is_number(word) for word in added - expected)
+        return is_near and not has_stray and _negated(reference) == _negated(answer)
 
     def same_reason(self, question: str, reason: str, answer: str) -> bool:
         """Return True if the answer is negated and has half of the reason's words or more, and few
         others.
         """
         expected, actual = _words(reason), _words(answer)
-        if not expected or not _negated(answer):
-            return False
-        return (
-            2 * len(expected & actual) >= len(expected)
-            and len(actual - _words(question)) <= 3 * len(expected) + 10
-        )
+        is_near = len(actual - _words(question)) <= 3 * len(expected) + 10
+        is_said = 2 * len(expected & actual) >= len(expected) > 0
+        return is_near and is_said and _negated(answer)
 
 
 def _words(text: str) -> set[str]:
     """Return the words of the text without stop words and negations, as `_normal` writes them.
     Numbers lose their separators, leading zeros and trailing zeros of the fraction.
     """
-    return (
-        {_normal(word) for word in _WORD.findall(text.lower().replace("’", "'"))}
-        - _STOPWORDS
-        - _NEGATIONS
-    )
+    words = {_normal(word) for word in _WORD.findall(text.lower().replace("’", "'"))}
+    return words - _STOPWORDS - _NEGATIONS
 
 
 def _normal(word: str) -> str:
@@ -131,10 +121,8 @@ def _is_number(word: str) -> bool:
 
 
 def _negated(text: str) -> bool:
-    return any(
-        word in _NEGATIONS or word.endswith("n't")
-        for word in re.findall(r"[a-z']+", text.lower().replace("’", "'"))
-    )
+    words = re.findall(r"[a-z']+", text.lower().replace("’", "'"))
+    return any(word in _NEGATIONS or word.endswith("n't") for word in words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +162,7 @@ class Endpoint:
         Errors: JudgeFailed after up to ATTEMPTS requests, each failure logged.
         """
         shown = _CONTROL.sub("\ufffd", answer[:MAX_ANSWER]).replace("==========", "")
+        filled = prompt.format(question=question, reference=reference, answer=shown)
         deadline = time.monotonic() + self.timeout_s
         problem, is_up = "no time", False
         for attempt in range(ATTEMPTS):
@@ -181,9 +170,7 @@ class Endpoint:
             if left_s <= 0:
                 break
             try:
-                response = self._ask(
-                    prompt.format(question=question, reference=reference, answer=shown), left_s
-                )
+                response = self._ask(filled, left_s)
             except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
                 problem = f"{type(error).__name__} {error}".strip()
                 status = error.code if isinstance(error, urllib.error.HTTPError) else 500
@@ -198,14 +185,10 @@ class Endpoint:
                 problem = f"no verdict in {response[-100:]!r}"
             logger.warning("judge %s: %s", self.name, problem)
             time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - time.monotonic())))
-        if is_up and self._judges(
-            prompt.format(question=question, reference=reference, answer=reference), words, deadline
-        ):
-            logger.warning(
-                "judge %s: it is the answer that gets no verdict; it counts as wrong: %.200r",
-                self.name,
-                answer,
-            )
+        control = prompt.format(question=question, reference=reference, answer=reference)
+        if is_up and self._judges(control, words, deadline):
+            told = "judge %s: it is the answer that gets no verdict; it counts as wrong: %.200r"
+            logger.warning(told, self.name, answer)
             return ""
         raise JudgeFailed(f"judge {self.name}: {problem}")
 

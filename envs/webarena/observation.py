@@ -84,12 +84,9 @@ def read_layout(snapshot: Json, width: int, height: int) -> Layout:
         document = documents[index]
         ids = document["nodes"]["backendNodeId"]
         left, top = document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0)
-        origin_x, origin_y = frame.x, frame.y
-        visible = frame.cut(Box(0, 0, width, height))
-        for node, (x, y, w, h) in zip(
-            document["layout"]["nodeIndex"], document["layout"]["bounds"], strict=True
-        ):
-            box = Box(x - left + origin_x, y - top + origin_y, w, h)
+        visible, placed = frame.cut(Box(0, 0, width, height)), document["layout"]
+        for node, (x, y, w, h) in zip(placed["nodeIndex"], placed["bounds"], strict=True):
+            box = Box(x - left + frame.x, y - top + frame.y, w, h)
             shown = box.cut(visible)
             layout.placed.add(ids[node])
             if not shown.empty:
@@ -122,13 +119,10 @@ def read_page(
     for depth, node in _shown("", trees, layout):
         role, name = _role(node), _name(node)
         # skip text that repeats an earlier line; text typed into a field has no box and stays
-        if (
-            role == "StaticText"
-            and node["backendDOMNodeId"] in layout.placed
-            and _repeats(name, lines)
-        ):
+        backend = node["backendDOMNodeId"]
+        if role == "StaticText" and backend in layout.placed and _repeats(name, lines):
             continue
-        element = Element(number(node["backendDOMNodeId"]), role, name, node["backendDOMNodeId"])
+        element = Element(number(backend), role, name, backend)
         properties = [
             f"{entry['name']}: {entry['value'].get('value', '')}"
             for entry in node.get("properties", ())
@@ -156,12 +150,8 @@ def _shown(
         if role in _DROPPED_ROLES:
             continue
         inside = backend in layout.boxes or (backend not in layout.placed and parent_inside)
-        if (
-            inside
-            and backend is not None
-            and not node.get("ignored")
-            and _says_something(node, role)
-        ):
+        is_shown = inside and backend is not None and not node.get("ignored")
+        if is_shown and _says_something(node, role):
             yield level, node
             level += 1
         if backend in layout.frames:

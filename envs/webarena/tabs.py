@@ -64,10 +64,8 @@ class Allowed:
         """Take the URLs of the sites. Errors: ValueError if one is no http(s) URL."""
         self._origins = {self._origin(url) for url in origins}
         if None in self._origins:
-            raise ValueError(
-                "sites: expected http:// or https:// addresses, got"
-                f" {', '.join(map(repr, origins))}"
-            )
+            given = ", ".join(map(repr, origins))
+            raise ValueError(f"sites: expected http:// or https:// addresses, got {given}")
 
     def check(self, url: str) -> str:
         """Return the URL, with http:// if it has no scheme. Errors: Refusal if not allowed."""
@@ -138,20 +136,15 @@ class Tab:
         """
         clock = asyncio.get_running_loop().time
         began = self._last = clock()
-        while (
-            (left := began + limits.settle_s - clock()) > 0
-            and not self.page.is_closed()
-            and not self.crashed
-        ):
+        while (left := began + limits.settle_s - clock()) > 0:
             quiet_for = clock() - self._last
-            if not self._in_flight and quiet_for >= limits.quiet_s:
+            is_quiet = not self._in_flight and quiet_for >= limits.quiet_s
+            if is_quiet or self.page.is_closed() or self.crashed:
                 break
             self._changed.clear()
+            wait_s = left if self._in_flight else min(left, limits.quiet_s - quiet_for)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait(),
-                    left if self._in_flight else min(left, limits.quiet_s - quiet_for),
-                )
+                await asyncio.wait_for(self._changed.wait(), wait_s)
         left = max(0.05, began + limits.settle_s - clock())
         with contextlib.suppress(Error):  # a page that never finishes loading is read as it is
             await self.page.wait_for_load_state("load", timeout=1000 * left)
@@ -313,14 +306,11 @@ class Tabs:
         """Open an allowed URL in the current tab; a failure becomes a note.
         Errors: Refusal, BrowserLost.
         """
-        checked = self.allowed.check(url)
+        checked, limit_s = self.allowed.check(url), self.limits.goto_s
+        page = self.current.page
         try:
-            await self.ask(
-                self.current.page.goto(
-                    checked, wait_until="domcontentloaded", timeout=1000 * self.limits.goto_s
-                ),
-                self.limits.goto_s + 1,
-            )
+            opened = page.goto(checked, wait_until="domcontentloaded", timeout=1000 * limit_s)
+            await self.ask(opened, limit_s + 1)
         except Error as error:
             self.notes.append(f"{url.strip()[:200]} could not be opened: {reason(error)}")
 
@@ -333,9 +323,8 @@ class Tabs:
         for tab in list(self.open):
             if tab.dialogs:
                 closed = " The tab was closed." if tab.dialogs > MAX_DIALOGS else ""
-                self.notes.append(
-                    f"The page opened {_number(tab.dialogs, 'dialog')}, dismissed.{closed}"
-                )
+                dialogs = f"{tab.dialogs} dialog{'' if tab.dialogs == 1 else 's'}"
+                self.notes.append(f"The page opened {dialogs}, dismissed.{closed}")
             if tab.downloads:
                 self.notes.append("Downloads are switched off.")
         for tab in self.astray():
@@ -349,9 +338,9 @@ class Tabs:
 
         It checks the address after each step, because the previous page may navigate away again.
         """
-        self.notes.append(
-            f"{_short(tab.page.url)} cannot be visited; the tab is back where it was."
-        )
+        url = tab.page.url
+        left = "The address" if url.startswith("chrome-error:") else url[:100]
+        self.notes.append(f"{left} cannot be visited; the tab is back where it was.")
         with contextlib.suppress(Error, TimeoutError):
             await asyncio.wait_for(tab.page.go_back(wait_until="commit", timeout=5000), 6)
             await tab.settle(self.limits)
@@ -384,11 +373,3 @@ def reason(error: Error) -> str:
     """Return the error's first line, without the method's name, at most 200 characters."""
     line = (error.message.splitlines() or ["no reason given"])[0]
     return re.sub(r"^[A-Za-z]+\.[a-z_]+: ", "", line)[:200]
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _short(url: str) -> str:
-    return "The address" if url.startswith("chrome-error:") else url[:100]

@@ -87,10 +87,8 @@ class _Field:
             return []
         if not isinstance(self.value, list):
             raise self.wrong("a list")
-        return [
-            _Field(value, self.task, f"{self.name}[{index}]")
-            for index, value in enumerate(self.value)
-        ]
+        rows = enumerate(self.value)
+        return [_Field(value, self.task, f"{self.name}[{index}]") for index, value in rows]
 
     def texts(self) -> tuple[str, ...]:
         return tuple(row.text() for row in self.rows())
@@ -136,19 +134,16 @@ def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
     task = tasks.get(task_id)
     if task is None:
         known = sorted(tasks)
-        raise UnknownTask(
-            f"there is no task {task_id}; {len(known)} tasks have ids from {known[0]} to"
-            f" {known[-1]}"
-        )
+        span = f"{len(known)} tasks have ids from {known[0]} to {known[-1]}"
+        raise UnknownTask(f"there is no task {task_id}; {span}")
     return task
 
 
 def identity(tasks: Mapping[int, Task], task_id: int) -> str:
     """Return the task's intent, start, login and location as JSON. Errors: UnknownTask."""
     task = find_task(tasks, task_id)
-    return json.dumps(
-        [task.intent, task.start_urls, task.storage_state, dict(task.geolocation or {})]
-    )
+    place = dict(task.geolocation or {})
+    return json.dumps([task.intent, task.start_urls, task.storage_state, place])
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
@@ -161,11 +156,8 @@ def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:
 
 def _read(path: Path) -> list[Json]:
     if path.is_dir():
-        files = sorted(
-            (file for file in path.glob("*.json") if file.stem.isdigit()),
-            key=lambda file: int(file.stem),
-        )
-        rows: list[Json] = [_parsed(file) for file in files]
+        files = [file for file in path.glob("*.json") if file.stem.isdigit()]
+        rows: list[Json] = [_parsed(file) for file in sorted(files, key=lambda f: int(f.stem))]
     else:
         rows = _parsed(path)
     if not isinstance(rows, list) or not rows:
@@ -177,20 +169,18 @@ def _parsed(file: Path) -> Json:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"webarena option tasks: {file} cannot be read: {error.strerror}"
-        ) from None
+        problem = f"cannot be read: {error.strerror}"
     except ValueError as error:
-        raise ValueError(f"webarena option tasks: {file} is not JSON: {error}") from None
+        problem = f"is not JSON: {error}"
+    raise ValueError(f"webarena option tasks: {file} {problem}")
 
 
 def _missing(row: Json, sites: Mapping[str, str]) -> list[str]:
     """Return the sites that a task lists or has as placeholders, and that `sites` lacks."""
     listed = row.get("sites")
     named = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
-    named += [
-        name.lower() for name in _PLACEHOLDER.findall(json.dumps(row)) if name.lower() in SITE_NAMES
-    ]
+    places = map(str.lower, _PLACEHOLDER.findall(json.dumps(row)))
+    named += [name for name in places if name in SITE_NAMES]
     return [name for name in dict.fromkeys(named) if name not in sites]
 
 
@@ -235,19 +225,15 @@ def _evaluation(row: _Field) -> Evaluation:
     if "url_match" in types and row.get("url_note").text("GOLD in PRED") != "GOLD in PRED":
         raise row.get("url_note").wrong('"GOLD in PRED"')
     fuzzy = answers.get("fuzzy_match")
+    included = answers.get("must_include").texts() if "must_include" in answers.value else None
+    targets = row.get("program_html").rows() if "program_html" in types else []
     return Evaluation(
         types,
         exact=answers.get("exact_match").text() if "exact_match" in answers.value else None,
-        must_include=(
-            answers.get("must_include").texts() if "must_include" in answers.value else None
-        ),
+        must_include=included,
         fuzzy=None if fuzzy.value is None else fuzzy.text_or_texts(),
         reference_url=row.get("reference_url").text("") if "url_match" in types else "",
-        targets=(
-            tuple(_target(target) for target in row.get("program_html").rows())
-            if "program_html" in types
-            else ()
-        ),
+        targets=tuple(map(_target, targets)),
         string_note=row.get("string_note").text(""),
     )
 
@@ -255,14 +241,11 @@ def _evaluation(row: _Field) -> Evaluation:
 def _target(row: _Field) -> Target:
     locator = row.get("locator").text("").strip()
     if locator and not locator.startswith(("document.", "[...document.", "func:")):
-        raise row.get("locator").wrong(
-            "nothing, or what begins with document., [...document. or func:"
-        )
+        expected = "nothing, or what begins with document., [...document. or func:"
+        raise row.get("locator").wrong(expected)
     required = row.get("required_contents")
-    if not isinstance(required.value, dict) or not required.value.keys() & {
-        "exact_match",
-        "must_include",
-    }:
+    known = {"exact_match", "must_include"}
+    if not isinstance(required.value, dict) or not required.value.keys() & known:
         raise required.wrong("an object with exact_match or must_include")
     exact = required.get("exact_match").text() if "exact_match" in required.value else None
     included = required.get("must_include").texts() if exact is None else ()
@@ -271,12 +254,10 @@ def _target(row: _Field) -> Target:
             try:
                 parse_call(field.text())
             except ValueError as error:
-                raise field.wrong(
-                    str(error).removeprefix("expected ").partition(", got ")[0]
-                ) from None
-    return Target(
-        row.get("url").text().strip(), locator, exact, included, row.get("prep_actions").texts()
-    )
+                expected = str(error).removeprefix("expected ").partition(", got ")[0]
+                raise field.wrong(expected) from None
+    url, prepare = row.get("url").text().strip(), row.get("prep_actions").texts()
+    return Target(url, locator, exact, included, prepare)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +283,8 @@ def parse_call(text: str) -> Call:
     while rest:
         argument = _ARGUMENT.match(rest)
         if argument is None:
-            raise ValueError(
-                f"expected texts in quotes or __page__ between the brackets, got {text[:80]!r}"
-            )
+            expected = "expected texts in quotes or __page__ between the brackets"
+            raise ValueError(f"{expected}, got {text[:80]!r}")
         arguments.append(next(part for part in argument.groups()[:3] if part is not None))
         rest = rest[argument.end() :]
     return Call(match[1], tuple(arguments))

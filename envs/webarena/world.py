@@ -287,10 +287,8 @@ class Episode:
         elements, characters = await tabs.ask(tab.page.evaluate(_SIZE))
         if elements > MAX_ELEMENTS or characters > MAX_PAGE_CHARS:
             self.elements, self.shown = {}, []
-            return [
-                f"This page is too large to be shown: {elements} elements, {characters} characters"
-                " of text."
-            ]
+            size = f"{elements} elements, {characters} characters of text"
+            return [f"This page is too large to be shown: {size}."]
         document = tab.document
         tree, snapshot = await tabs.ask(
             asyncio.gather(
@@ -328,12 +326,8 @@ class Episode:
         verdict = self._judged(answer, self._sites.helpers(self._headers))
         self.ended = True
         success = verdict.score == 1.0
-        info = self._info() | {
-            "score": verdict.score,
-            PARTS: verdict.parts,
-            "judge": verdict.judge,
-            "answer": answer[:1000],
-        }
+        info = self._info() | {"score": verdict.score, PARTS: verdict.parts}
+        info |= {"judge": verdict.judge, "answer": answer[:1000]}
         return StepResult(OVER, float(success), terminated=True, success=success, info=info)
 
     def _judged(self, answer: str, helpers: Helpers) -> Verdict:
@@ -343,9 +337,8 @@ class Episode:
         except NO_VERDICT:
             raise
         except Exception as error:
-            logger.exception(
-                "task %d: judging broke on the answer %.200r; it scores 0", self.task.id, answer
-            )
+            message = "task %d: judging broke on the answer %.200r; it scores 0"
+            logger.exception(message, self.task.id, answer)
             return Verdict(0.0, {"failed": f"{type(error).__name__} {error}"[:200]})
 
 
