@@ -57,11 +57,8 @@ def names(
     noun, example: for the error, the kind of thing that has these names, and one of them.
     """
     value = options[key]
-    if (
-        not isinstance(value, list | tuple)
-        or not value
-        or not all(isinstance(name, str) for name in value)
-    ):
+    is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+    if not is_list or not value:
         raise ValueError(
             f'{env} option {key}: expected "agentgym" or a list of {noun} names such as'
             f' ["{example}"], got {value!r}'

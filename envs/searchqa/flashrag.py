@@ -72,16 +72,13 @@ class FlashRag:
                 continue
             try:
                 present = set(parquet.read_schema(path).names)
-                table = parquet.read_table(
-                    path, columns=[name for name in COLUMNS if name in present]
-                )
+                wanted = [name for name in COLUMNS if name in present]
+                table = parquet.read_table(path, columns=wanted)
             except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
                 raise ValueError(f"{path} cannot be read as parquet: {error}") from error
             if missing := {"question", "data_source"} - present:
-                raise ValueError(
-                    f"{path} has no column {', '.join(sorted(missing))}; expected:"
-                    f" {', '.join(COLUMNS)}"
-                )
+                names = ", ".join(sorted(missing))
+                raise ValueError(f"{path} has no column {names}; expected: {', '.join(COLUMNS)}")
             if not present & {"reward_model", "golden_answers"}:
                 raise ValueError(
                     f"{path} has no answers: neither reward_model nor golden_answers is a column"
@@ -151,6 +148,5 @@ def _question(row: Mapping[str, Any], task_id: int) -> Question:
     if not answers:
         raise ValueError(f"task id {task_id}: the row has no golden answer")
     text = str(row["question"]).strip()
-    return Question(
-        text if text.endswith("?") else f"{text}?", tuple(answers), str(row["data_source"])
-    )
+    text = text if text.endswith("?") else f"{text}?"
+    return Question(text, tuple(answers), str(row["data_source"]))

@@ -29,12 +29,11 @@ def parse(reply: str, *, thoughts_act: bool = False) -> Action | None:
     A tag that is never closed is text. Time is linear in the length of the reply.
     """
     body = reply if thoughts_act else without_thoughts(reply)
-    first = [
-        (start, Action(kind, text))
-        for kind in _KINDS
-        for start, text in islice(_pairs(body, kind), 1)
-    ]
-    return min(first, key=lambda item: item[0])[1] if first else None
+    first = [(pair, kind) for kind in _KINDS for pair in islice(_pairs(body, kind), 1)]
+    if not first:
+        return None
+    (_, text), kind = min(first)
+    return Action(kind, text)
 
 
 def last_answer(reply: str, *, thoughts_act: bool = False) -> str:
@@ -63,10 +62,8 @@ def without_thoughts(reply: str) -> str:
 
 def information(documents: Sequence[Document], max_doc_chars: int = 0) -> str:
     """Return a search's answer as text, each document's text cut to max_doc_chars (0: no limit)."""
-    lines = [
-        f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}'
-        for n, d in enumerate(documents, start=1)
-    ]
+    numbered = enumerate(documents, start=1)
+    lines = [f'Doc {n}(Title: "{d.title}") {cut(d.text, max_doc_chars)}' for n, d in numbered]
     return f"<information>{chr(10).join(lines) or 'No document matches.'}</information>"
 
 

@@ -68,7 +68,6 @@ def embedded() -> Embedded:
             row = json.loads(line)
             hops = tuple(Hop(**hop) for hop in row["hops"])
             source = "embedded_one_hop" if len(hops) == 1 else "embedded_two_hop"
-            splits[row["split"]].append(
-                Question(row["question"], tuple(row["answers"]), source, hops)
-            )
+            question = Question(row["question"], tuple(row["answers"]), source, hops)
+            splits[row["split"]].append(question)
     return Embedded(splits["train"], splits["eval"])

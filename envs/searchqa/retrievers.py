@@ -57,16 +57,10 @@ class Bm25:
     def __init__(self, documents: Sequence[Document]) -> None:
         self._documents = tuple(documents)
         vocabulary: dict[str, int] = {}
-        ids = [
-            [
-                vocabulary.setdefault(token, len(vocabulary))
-                for token in tokens(f"{d.title} {d.title} {d.text}")
-            ]
-            for d in self._documents
-        ]
-        self._index = bm25s.BM25(
-            k1=_K1, b=_B, method="lucene", backend="numpy", csc_backend="numpy"
-        )
+        texts = (tokens(f"{d.title} {d.title} {d.text}") for d in self._documents)
+        ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words] for words in texts]
+        backends = {"backend": "numpy", "csc_backend": "numpy"}
+        self._index = bm25s.BM25(k1=_K1, b=_B, method="lucene", **backends)
         self._index.index((ids, vocabulary), create_empty_token=False, show_progress=False)
         self._vocabulary = vocabulary
 

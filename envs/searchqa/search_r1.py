@@ -122,9 +122,8 @@ class SearchR1:
             while len(batch) < MAX_BATCH:
                 batch.append(self._waiting.popleft())
         try:
-            results = self._ask(
-                [request.query for request in batch], max(request.topk for request in batch)
-            )
+            topk = max(request.topk for request in batch)
+            results = self._ask([request.query for request in batch], topk)
             for request, documents in zip(batch, results, strict=True):
                 request.answer = documents[: request.topk]
         except RetrieverError as error:
@@ -161,9 +160,8 @@ class SearchR1:
             except _Again as error:
                 pause_s = BACKOFF_S * 2 ** (attempt - 1)
                 if attempt == ATTEMPTS or time.monotonic() + pause_s >= deadline:
-                    raise RetrieverError(
-                        f"retriever {self.url}: {error} ({attempt} attempts)"
-                    ) from error
+                    problem = f"{error} ({attempt} attempts)"
+                    raise RetrieverError(f"retriever {self.url}: {problem}") from error
                 logger.warning("retriever %s: %s; trying again in %.1f s", self.url, error, pause_s)
                 time.sleep(pause_s)
         raise AssertionError("unreachable")
@@ -183,21 +181,14 @@ class SearchR1:
             connection.connect()
             connected = connection.sock  # kept, because the connection drops it at the reply
             timer.start()
-            connection.request(
-                "POST",
-                self._path,
-                body,
-                {"Content-Type": "application/json", "Connection": "close"},
-            )
+            headers = {"Content-Type": "application/json", "Connection": "close"}
+            connection.request("POST", self._path, body, headers)
             reply = connection.getresponse()
             content = reply.read(MAX_REPLY_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            slow = late.is_set() or isinstance(error, TimeoutError)
-            raise _Again(
-                f"no answer within {timeout_s:.3g} s"
-                if slow
-                else f"{type(error).__name__} {error}".strip()
-            ) from error
+            if late.is_set() or isinstance(error, TimeoutError):
+                raise _Again(f"no answer within {timeout_s:.3g} s") from error
+            raise _Again(f"{type(error).__name__} {error}".strip()) from error
         finally:
             timer.cancel()
             connection.close()
@@ -207,14 +198,11 @@ class SearchR1:
             raise _Again(f"status {reply.status}")
         if reply.status != 200:
             kind = _Refused if reply.status in REFUSALS else RetrieverError
-            raise kind(
-                f"retriever {self.url}: status {reply.status}:"
-                f" {content[:200].decode(errors='replace')}"
-            )
+            text = content[:200].decode(errors="replace")
+            raise kind(f"retriever {self.url}: status {reply.status}: {text}")
         if len(content) > MAX_REPLY_BYTES:
-            raise RetrieverError(
-                f"retriever {self.url}: the reply is longer than {MAX_REPLY_BYTES} bytes"
-            )
+            problem = f"the reply is longer than {MAX_REPLY_BYTES} bytes"
+            raise RetrieverError(f"retriever {self.url}: {problem}")
         if reply.length:  # read(n) raises no error if the body ends early
             raise _Again(f"the connection was cut {reply.length} bytes before the end")
         return content
@@ -230,9 +218,8 @@ class SearchR1:
                 f" {problem['msg']}"
             ) from None
         if len(result) != num_queries:
-            raise RetrieverError(
-                f"retriever {self.url}: {len(result)} lists of documents for {num_queries} queries"
-            )
+            lists = f"{len(result)} lists of documents for {num_queries} queries"
+            raise RetrieverError(f"retriever {self.url}: {lists}")
         return [[_document(hit.document.contents) for hit in hits] for hits in result]
 
 

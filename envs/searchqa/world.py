@@ -117,12 +117,9 @@ class Episode:
         lines = [f"Question ({self.question.data_source}): {self.question.text}"]
         for number, search in enumerate(self.searched, start=1):
             lines += ["", f"Search {number}: {search.query}"]
-            lines += [f"  {document.title}: {document.text}" for document in search.documents] or [
-                "  nothing found"
-            ]
-        lines.append("")
-        for answer, right in self.answers:
-            lines.append(f"Answer: {answer} ({'right' if right else 'wrong'})")
+            lines += [f"  {d.title}: {d.text}" for d in search.documents] or ["  nothing found"]
+        graded = ((answer, "right" if right else "wrong") for answer, right in self.answers)
+        lines += ["", *(f"Answer: {answer} ({grade})" for answer, grade in graded)]
         return "text/plain", "\n".join(lines).rstrip().encode()
 
     def expert(self) -> Expert:
@@ -161,9 +158,7 @@ class Episode:
 
     def _result(self, text: str, *, right: bool = False, **more: Any) -> StepResult:
         info = {FAMILY: self.question.data_source, "num_searches": len(self.searched), **more}
-        return StepResult(
-            text, 1.0 if right else 0.0, terminated=self.ended, success=right, info=info
-        )
+        return StepResult(text, float(right), terminated=self.ended, success=right, info=info)
 
 
 class Researcher:
@@ -215,9 +210,8 @@ class Researcher:
 
 def normalise(text: str) -> str:
     """Return the text in lower case without ASCII punctuation, articles and extra white space."""
-    return " ".join(
-        re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_WITHOUT_PUNCTUATION)).split()
-    )
+    text = text.lower().translate(_WITHOUT_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
 def exact_match(prediction: str, golden: Iterable[str]) -> bool:
@@ -238,12 +232,9 @@ def f1(prediction: str, golden: Iterable[str]) -> float:
     """Best harmonic mean of word precision and recall over the golden answers, 0 to 1.
     Source: as `exact_match`.
     """
-    return max(
-        (_f1(normalise(prediction).split(), normalise(answer).split()) for answer in golden),
-        default=0.0,
-    )
-
-
-def _f1(predicted: list[str], expected: list[str]) -> float:
-    common = (Counter(predicted) & Counter(expected)).total()
-    return 2 * common / (len(predicted) + len(expected)) if common else 0.0
+    predicted, best = Counter(normalise(prediction).split()), 0.0
+    for answer in golden:
+        expected = Counter(normalise(answer).split())
+        common = (predicted & expected).total()
+        best = max(best, 2 * common / (predicted.total() + expected.total()) if common else 0.0)
+    return best
