@@ -61,10 +61,8 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                 for line in apply(services) or ["nothing in it has changed"]:
                     print(f"applied  {FILE}: {line}", flush=True)
             else:
-                print(
-                    f"{FILE} is not applied while the Prefect server is down; `make up` again does"
-                    " it"
-                )
+                is_down = "is not applied while the Prefect server is down"
+                print(f"{FILE} {is_down}; `make up` again does it")
             return _describe(services)
         process = None  # stays None if an interrupted `make up` has started the supervisor
         if services is None:
@@ -75,10 +73,8 @@ def up(state: Path, ports: Mapping[str, int | None]) -> int:
                     for name, usual in PORTS.items()
                 ]
                 process = _start_supervisor(state, [listening.fileno() for listening in bound])
-            print(
-                "starting Prefect, a worker, MLflow and the viewer; this takes half a minute",
-                flush=True,
-            )
+            what = "Prefect, a worker, MLflow and the viewer"
+            print(f"starting {what}; this takes half a minute", flush=True)
         log, deadline = log_file(state, "supervisor"), time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             services = running(state)
@@ -175,9 +171,8 @@ def _open(link: str, page: Path) -> None:
     if desktop and sys.stdout.isatty():
         write_private(page, f'<meta http-equiv="refresh" content="0; url={link}">'.encode())
         # a thread, because some browsers return only when they are closed
-        threading.Thread(
-            target=webbrowser.open, args=(page.resolve().as_uri(),), daemon=True
-        ).start()
+        address = page.resolve().as_uri()
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
 
 def _start_supervisor(state: Path, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
@@ -253,9 +248,8 @@ def main(argv: list[str] | None = None) -> int:
     start.set_defaults(run=lambda chosen: up(STATE, {n: getattr(chosen, n) for n in PORTS}))
     commands.add_parser("down", help="end them").set_defaults(run=lambda _: down(STATE))
     commands.add_parser("status", help="print what runs").set_defaults(run=lambda _: status(STATE))
-    commands.add_parser("api", help="the address of Prefect's API with its login").set_defaults(
-        run=lambda _: print_api(STATE)
-    )
+    api = commands.add_parser("api", help="the address of Prefect's API with its login")
+    api.set_defaults(run=lambda _: print_api(STATE))
     pages = commands.add_parser("ui", help="MLflow alone, until Ctrl-C")
     pages.add_argument("--port", type=int)
     pages.set_defaults(run=lambda chosen: show_mlflow(STATE, chosen.port))

@@ -61,16 +61,14 @@ def run_module(*command: str, env: Mapping[str, str]) -> None:
         env={**os.environ, **env},
         stdin=subprocess.DEVNULL,
         capture_output=True,
-        text=True,
         encoding="utf-8",
         timeout=START_TIMEOUT_S,
         check=False,
     )
     if result.returncode:
-        raise RuntimeError(
-            f"`python -m {' '.join(command)}` failed"
-            f" ({result.returncode}):\n{(result.stdout + result.stderr)[-2000:]}"
-        )
+        end = (result.stdout + result.stderr)[-2000:]
+        failed = f"`python -m {' '.join(command)}` failed"
+        raise RuntimeError(f"{failed} ({result.returncode}):\n{end}")
 
 
 def apply(services: Services) -> list[str]:

@@ -51,12 +51,8 @@ def bring_back(
         else:
             state = {"type": "FAILED", "message": given_up(attempts)}
         ask(f"{api}/flow_runs/{run['id']}/set_state", login, {"state": state})
-        logger.warning(
-            "flow run %s had been crashed for %.0f s and no automation answered: %s",
-            run["name"],
-            since,
-            state["message"],
-        )
+        message = "flow run %s had been crashed for %.0f s and no automation answered: %s"
+        logger.warning(message, run["name"], since, state["message"])
         moved.append(run["id"])
     return moved
 
@@ -69,10 +65,8 @@ def seconds_in_state(run: dict[str, Any]) -> float:
 
 def ask(address: str, login: str, body: dict[str, Any]) -> Any:
     """POST JSON to Prefect's server and return the parsed reply. Errors: OSError, ValueError."""
-    headers = {
-        "Content-Type": "application/json",
-        "Authorization": f"Basic {base64.b64encode(login.encode()).decode()}",
-    }
+    basic = f"Basic {base64.b64encode(login.encode()).decode()}"
+    headers = {"Content-Type": "application/json", "Authorization": basic}
     # the address is our own server's
     request = urllib.request.Request(address, json.dumps(body).encode(), headers)  # noqa: S310
     with opened(request, TIMEOUT_S) as reply:

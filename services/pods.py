@@ -57,11 +57,9 @@ def end_cancelled(api: str, login: str, kube: Kube) -> None:
         if not job["metadata"].get("deletionTimestamp"):
             jobs[job["metadata"]["labels"][RUN]].append(job["metadata"]["name"])
     ids, over = sorted(jobs), []
+    ending = {"type": {"any_": ["CANCELLING", "CANCELLED"]}}
     for first in range(0, len(ids), PAGE):
-        wanted = {
-            "id": {"any_": ids[first : first + PAGE]},
-            "state": {"type": {"any_": ["CANCELLING", "CANCELLED"]}},
-        }
+        wanted = {"id": {"any_": ids[first : first + PAGE]}, "state": ending}
         request = {"flow_runs": wanted, "limit": PAGE}
         runs = ask(f"{api}/flow_runs/filter", login, request)
         over += [run for run in runs if _is_over(run)]
@@ -285,20 +283,15 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     parser = argparse.ArgumentParser(prog="python -m services.pods", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prefect | mlflow | set-up | worker")
-    for name, serve, help_text in (
-        ("prefect", prefect, "Prefect's server"),
-        ("mlflow", mlflow, "MLflow's server"),
-    ):
-        command = commands.add_parser(name, help=help_text)
+    for name, serve in (("Prefect", prefect), ("MLflow", mlflow)):
+        command = commands.add_parser(name.lower(), help=f"{name}'s server")
         command.add_argument("--host", default="127.0.0.1")
         command.add_argument("--port", type=int, required=True)
         command.set_defaults(run=lambda chosen, serve=serve: serve(chosen.host, chosen.port))
-    commands.add_parser("set-up", help="pool, deployments, rules").set_defaults(
-        run=lambda _: set_up()
-    )
-    commands.add_parser("worker", help="a worker of the pool `kubernetes`").set_defaults(
-        run=lambda _: worker()
-    )
+    installs = commands.add_parser("set-up", help="pool, deployments, rules")
+    installs.set_defaults(run=lambda _: set_up())
+    works = commands.add_parser("worker", help="a worker of the pool `kubernetes`")
+    works.set_defaults(run=lambda _: worker())
     # they log every request and every check of Prefect's own services
     for name in ("httpx", "docket"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -46,9 +46,8 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
     Errors: RuntimeError with the end of the new server's log, which is in `logs` of state_dir.
     """
     # prefect.toml may name the server of a `make up` that was killed since
-    configured = (
-        None if "PREFECT_API_URL" not in os.environ and is_stale(STATE) else PREFECT_API_URL.value()
-    )
+    is_old = "PREFECT_API_URL" not in os.environ and is_stale(STATE)
+    configured = None if is_old else PREFECT_API_URL.value()
     if configured:
         # only this project's own server gets its login
         login, services = own_login(configured), running(STATE)
@@ -66,17 +65,15 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
         environment = {**server_environment(address, login), "PREFECT_UI_ENABLED": "0"}
         # one starts at a time: two would create the tables of their shared database at once
         with locked(state_dir / "logs" / "prefect-server.lock"):
-            service = Service(
-                "the Prefect server", [*COMMAND, str(bound.fileno())], log_path, environment, bound
-            )
+            command = [*COMMAND, str(bound.fileno())]
+            service = Service("the Prefect server", command, log_path, environment, bound)
             stack.callback(service.close)
             service.keep()
             api = f"{address}/api"
             wait_until_healthy(service, f"{api}/health")
         stack.enter_context(_kept(service))
-        stack.enter_context(
-            temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login})
-        )
+        own = {PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}
+        stack.enter_context(temporary_settings(own))
         try:
             yield api
         finally:
@@ -152,10 +149,8 @@ def make_app(login: str) -> ASGIApp:
         `localhost` or a forwarded port.
         The browser is logged in already, so Prefect's form must not ask again.
         """
-        address = f"http://{request.headers['host']}/api"
-        return JSONResponse(
-            {**settings.endpoint().model_dump(mode="json"), "api_url": address, "auth": None}
-        )
+        reached = {"api_url": f"http://{request.headers['host']}/api", "auth": None}
+        return JSONResponse(settings.endpoint().model_dump(mode="json") | reached)
 
     app.router.routes.insert(0, Route(settings.path, as_reached))
     return Gate(app, login, open_paths=("/api/health",), sockets=True)

@@ -56,14 +56,12 @@ class Gate:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope, Headers(scope=scope))
+        headers = Headers(scope=scope)
+        refusal = self._refusal(scope, headers)
         if refusal is None:
-            is_known = scope["type"] == "websocket" and has_login(
-                Headers(scope=scope), self._wanted
-            )
-            await self._app(
-                scope, self._with_token(receive) if is_known else receive, _unframed(send)
-            )
+            is_known = scope["type"] == "websocket" and has_login(headers, self._wanted)
+            receive = self._with_token(receive) if is_known else receive
+            await self._app(scope, receive, _unframed(send))
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})  # not accepted yet: a 403
         else:

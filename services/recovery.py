@@ -42,18 +42,17 @@ def automations(max_attempts: int = MAX_ATTEMPTS) -> list[Automation]:
     """
     attempts = [str(count) for count in range(max_attempts)]
     retry = _change(StateType.SCHEDULED, GOES_ON, name="AwaitingRetry")
+    gone = f"for {SILENCE_S} s: worker and process are gone"
     return [
         _automation(
             "agentgym: a silent run has crashed",
-            f"No heartbeat for {SILENCE_S} s: worker and process are gone.",
+            f"No heartbeat {gone}.",
             _trigger(
                 after=["heartbeat"],
                 expect=["heartbeat", "Cancelling", "Paused", "Suspended", *_ENDED],
                 within_s=SILENCE_S,
             ),
-            _change(
-                StateType.CRASHED, f"no heartbeat for {SILENCE_S} s: worker and process are gone"
-            ),
+            _change(StateType.CRASHED, f"no heartbeat {gone}"),
         ),
         _automation(
             "agentgym: a run that never started has crashed",
@@ -187,12 +186,11 @@ def settle_interrupted_attempt() -> None:
             task_runs += page
         # a task run whose process died at its start may have no state
         unfinished = [task for task in task_runs if not (task.state and task.state.is_final())]
+        message = (
+            f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt} continues"
+            " from the last commit"
+        )
         for task_run in unfinished:
-            message = (
-                f"interrupted with attempt {attempt - 1} of its flow run; attempt {attempt}"
-                " continues from the last commit"
-            )
             client.set_task_run_state(task_run.id, Crashed(message=message), force=True)
-    logger.info(
-        "attempt %d; %d task runs of the one before were interrupted", attempt, len(unfinished)
-    )
+    message = "attempt %d; %d task runs of the one before were interrupted"
+    logger.info(message, attempt, len(unfinished))

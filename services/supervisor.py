@@ -131,9 +131,8 @@ class Service:
             return False
         now = time.monotonic()
         if self.process is not None:
-            logger.warning(
-                "%s ended with code %d; it is started again", self.name, self.process.returncode
-            )
+            code = self.process.returncode
+            logger.warning("%s ended with code %d; it is started again", self.name, code)
             self.close()
             self._next_start = now + min(2.0 ** len(self._starts), 60.0)
             return True
@@ -141,13 +140,8 @@ class Service:
             return False
         self._starts = [start for start in self._starts if now - start < RESTART_WINDOW_S]
         if len(self._starts) > MAX_RESTARTS:
-            logger.error(
-                "%s died %d times within %g s; it stays down\n%s",
-                self.name,
-                len(self._starts),
-                RESTART_WINDOW_S,
-                tail(self.log),
-            )
+            message, count = "%s died %d times within %g s; it stays down\n%s", len(self._starts)
+            logger.error(message, self.name, count, RESTART_WINDOW_S, tail(self.log))
             self.given_up = True
             return True
         self._starts.append(now)
@@ -195,10 +189,9 @@ def _parts(
     }
     services = {}
     for name, (command, variables) in parts.items():
-        bound = sockets.get(name)
-        descriptor = [] if bound is None else [str(bound.fileno())]
-        log = log_file(state, name)
-        services[name] = Service(name, [*command, *descriptor], log, variables, bound)
+        if bound := sockets.get(name):
+            command = [*command, str(bound.fileno())]
+        services[name] = Service(name, command, log_file(state, name), variables, bound)
     return services
 
 
@@ -232,10 +225,8 @@ def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     started = process_start(os.getpid())
     if started is None:
-        raise ConfigError(
-            "`make up` needs /proc to tell its processes from others; use `prefect server start`"
-            " here"
-        )
+        needs = "`make up` needs /proc to tell its processes from others"
+        raise ConfigError(f"{needs}; use `prefect server start` here")
     addresses = {
         name: f"http://127.0.0.1:{bound.getsockname()[1]}" for name, bound in sockets.items()
     }
@@ -246,11 +237,8 @@ def supervise(state: Path, sockets: Mapping[str, socket.socket]) -> int:
     ready = False
 
     def publish() -> None:
-        pids = {
-            name: service.process.pid
-            for name, service in services.items()
-            if service.process is not None
-        }
+        processes = ((name, service.process) for name, service in services.items())
+        pids = {name: process.pid for name, process in processes if process is not None}
         given_up = tuple(name for name, service in services.items() if service.given_up)
         record = asdict(replace(me, ready=ready, pids=pids, given_up=given_up))
         write_private(state_file(state), json.dumps(record, indent=1).encode())
