@@ -65,12 +65,9 @@ class RunRequest(BaseModel):
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a run, --params and overrides, which `run_of` reads."""
-    parser.add_argument(
-        "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="over the parameter file"
-    )
+    add = parser.add_argument
+    add("--params", default="params.yaml", help="parameter file (default: params.yaml)")
+    add("overrides", nargs="*", metavar="key.path=value", help="over the parameter file")
 
 
 def run_of(arguments: argparse.Namespace) -> RunRequest:
@@ -180,10 +177,9 @@ def _run_in_order(
                     arguments = {"name": step.name, "cfg": cfg, "stop": stop}
                     runs[step.name] = others.submit(task, arguments, wait_for=parents)
                     continue
-                for other in runs.values():  # report a failure as soon as it is known
-                    if isinstance(other, PrefectFuture) and (
-                        other in parents or other.state.is_final()
-                    ):
+                futures = [run for run in runs.values() if isinstance(run, PrefectFuture)]
+                for other in futures:  # report a failure as soon as it is known
+                    if other in parents or other.state.is_final():
                         other.result()
                 state: Any = step_task(step)(
                     step.name, cfg, environment, bars, wait_for=parents, return_state=True
@@ -198,13 +194,9 @@ def _run_in_order(
 def check_parents(cfg: RunConfig, wanted: Wanted, done: dict[str, Manifest]) -> None:
     """Raise ConfigError if a wanted step needs one that is neither done nor wanted."""
     table = steps_of(cfg)
-    for step in table.values():
-        missing = [
-            parent for parent in step.parents if parent not in done and not wanted(table[parent])
-        ]
-        if wanted(step) and missing:
+    ready = done.keys() | {name for name, step in table.items() if wanted(step)}
+    for step in filter(wanted, table.values()):
+        if missing := [parent for parent in step.parents if parent not in ready]:
             flow = "flows.prepare" if is_preparation(table[missing[0]]) else "flows.train"
-            raise ConfigError(
-                f"step {step.name} needs {', '.join(missing)} first; run `python -m {flow}` with"
-                " the same parameters"
-            )
+            needs = f"step {step.name} needs {', '.join(missing)} first"
+            raise ConfigError(f"{needs}; run `python -m {flow}` with the same parameters")

@@ -92,10 +92,8 @@ def _run_cells(cells: Sequence[Cell], parallel: int, wait_s: float, bars: Bars) 
         error = future.result(raise_on_failure=False)
         if isinstance(error, BaseException):
             failed.append(str(error))
-        bars.advance(
-            1,
-            f"{cell.title}: {'FAILED' if error else 'done'} after {time.monotonic() - began:.0f} s",
-        )
+        ending = "FAILED" if error else "done"
+        bars.advance(1, f"{cell.title}: {ending} after {time.monotonic() - began:.0f} s")
 
     try:
         for cell in cells:
@@ -120,25 +118,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flows.compare", description=compare.description
     )
-    parser.add_argument(
-        "--parallel",
-        type=positive,
-        default=0,
-        metavar="N",
-        help="cells at a time (default: one per core)",
-    )
-    parser.add_argument(
-        "--out",
-        default="",
-        metavar="FOLDER",
-        help=f"of the table and figures (default: {FOLDER} next to the store)",
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="FILE | key.path=value",
-        help=f"the comparison (default: {DEFAULT}); overrides for every cell",
-    )
+    add, cores = parser.add_argument, "cells at a time (default: one per core)"
+    add("--parallel", type=positive, default=0, metavar="N", help=cores)
+    place = f"of the table and figures (default: {FOLDER} next to the store)"
+    add("--out", default="", metavar="FOLDER", help=place)
+    words = f"the comparison (default: {DEFAULT}); overrides for every cell"
+    add("words", nargs="*", metavar="FILE | key.path=value", help=words)
     arguments = parser.parse_intermixed_args(argv)
     return guarded(lambda: _run(arguments, PlainConsole()))
 
@@ -152,10 +137,8 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
     for state_dir in {cell.cfg.state_dir for cell in cells}:
         private_state(state_dir)
     waiting = _waiting(cells)
-    console.print(
-        f"[bold]compare[/bold]: {len(cells) - len(waiting)} of {len(cells)} cells are done",
-        highlight=False,
-    )
+    done = f"{len(cells) - len(waiting)} of {len(cells)} cells are done"
+    console.print(f"[bold]compare[/bold]: {done}", highlight=False)
     failure = None
     if waiting:
         for handler in logging.getLogger().handlers:
@@ -168,9 +151,8 @@ def _run(arguments: argparse.Namespace, console: PlainConsole) -> int:
                 failure = error
     result = write_comparison(described, cells, out)
     console.print(table_markdown(result), markup=False, highlight=False, soft_wrap=True)
-    console.print(
-        f"written to {out}/{described.name}.json, .md, .csv, .tex, .png and .svg", highlight=False
-    )
+    files = f"{out}/{described.name}.json, .md, .csv, .tex, .png and .svg"
+    console.print(f"written to {files}", highlight=False)
     if failure:
         raise failure
     return 0
@@ -192,10 +174,8 @@ def _waiting(cells: Sequence[Cell]) -> list[Cell]:
             waiting.append(cell)
     for env in {env.model_dump_json(): env for cell in waiting for env in cell.cfg.envs}.values():
         check_local_env(env)
-    models = {
-        cell.cfg.model.model_dump_json() + cell.cfg.lora.model_dump_json(): cell.cfg
-        for cell in waiting
-    }
+    configs = [cell.cfg for cell in waiting]
+    models = {c.model.model_dump_json() + c.lora.model_dump_json(): c for c in configs}
     for cfg in models.values():
         check_model(cfg.model, cfg.lora)
     pulled = [cell.cfg for cell in waiting if is_pulled(cell)]

@@ -66,11 +66,10 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
     names = [name for name, step in table.items() if wanted(step)]
     num_done, num_steps = len(_done(cfg, wanted)), len(names)
     pace_s = None
+    title = f"[bold]{flow.name}[/bold]"
     if num_done < num_steps:
-        console.print(
-            f"[bold]{flow.name}[/bold]: {num_done} of {num_steps} steps are done; starting Prefect",
-            highlight=False,
-        )
+        done_so_far = f"{num_done} of {num_steps} steps are done"
+        console.print(f"{title}: {done_so_far}; starting Prefect", highlight=False)
         pace_s = reference_s()
         console.print(f"reference work takes this machine {pace_s:.1f} s", highlight=False)
         if cfg.model.source == "hub":
@@ -80,9 +79,7 @@ def _run(flow: Any, wanted: Wanted, arguments: argparse.Namespace, console: Cons
             flow(run_of(arguments))
     done = _confirmed(cfg, wanted)
     if num_done == num_steps:
-        console.print(
-            f"[bold]{flow.name}[/bold]: all {num_done} steps are done and verified", highlight=False
-        )
+        console.print(f"{title}: all {num_done} steps are done and verified", highlight=False)
     if any(table[name].kind is Kind.REPORT for name in names):
         summarise(cfg, done, console, pace_s, how_to_find(params, overrides, cfg))
     else:
@@ -180,11 +177,9 @@ def list_results(cfg: RunConfig, done: dict[str, Manifest], console: Console) ->
     titles = {name: step.title for name, step in steps_of(cfg).items()}
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for name, manifest in done.items():
-        table.add_row(
-            f"[bold]{titles[name]}[/bold]",
-            f"{manifest.timings.get('wall_s', 0.0):.0f} s",
-            f"[dim]{manifest.digest[:12]}[/dim]",
-        )
+        seconds = f"{manifest.timings.get('wall_s', 0.0):.0f} s"
+        digest = f"[dim]{manifest.digest[:12]}[/dim]"
+        table.add_row(f"[bold]{titles[name]}[/bold]", seconds, digest)
     console.print(table, highlight=False)
     for line in alarm_lines(cfg, done):
         console.print(line, style="yellow", markup=False, highlight=False)
@@ -202,14 +197,10 @@ def summarise(
     """
     settings, steps = cfg.evaluation, steps_of(cfg)
     of_kind = {steps[name].kind: manifest for name, manifest in done.items()}
-    evaluations = {
-        name: manifest for name, manifest in done.items() if steps[name].kind is Kind.EVALUATE
-    }
+    evaluations = {name: done[name] for name in done if steps[name].kind is Kind.EVALUATE}
     average = f"avg_at_{settings.num_samples}"
-    # pass@1 is avg@n under another name
-    keys = [
-        key for key in next(iter(evaluations.values())).results["summary"] if key != "pass_at_1"
-    ]
+    first = next(iter(evaluations.values())).results["summary"]
+    keys = [key for key in first if key != "pass_at_1"]  # which is avg@n under another name
     keys.sort(key=lambda key: key != "greedy")
     tight = len(keys) > 3  # else the table does not fit 80 columns
     table = Table(box=None, header_style="bold", padding=(0, 1 if tight else 2, 0, 0))
@@ -220,11 +211,8 @@ def summarise(
         gain = manifest.results.get("paired", {}).get(average)
         summary = manifest.results["summary"]
         cells = [_percent(Interval(**summary[key]), tight) for key in keys]
-        table.add_row(
-            _shown(cfg, steps[manifest.results["checkpoint"]]),
-            *cells,
-            _points(Interval(**gain)) if gain else "",
-        )
+        cells.append(_points(Interval(**gain)) if gain else "")
+        table.add_row(_shown(cfg, steps[manifest.results["checkpoint"]]), *cells)
     console.print(table, highlight=False)
     console.print(
         f"[dim]{settings.num_items} {settings.split} items, {settings.max_turns} turns, greedy and"
@@ -283,17 +271,12 @@ def left_out(evaluations: Mapping[str, Manifest]) -> list[str]:
     for manifest in evaluations.values():
         results = manifest.results
         if results["coverage"] < 1:
-            numbers = [
-                f"{label(key)} {100 * row['mean']:.1f}"
-                for key, row in results[FAILED].items()
-                if key != "pass_at_1"
-            ]
-            name = results["checkpoint"].replace("-", " ")
-            text = (
-                f"{name}: {100 * results['coverage']:.1f} % of its episodes count; with the failed"
-                f" ones as failures: {', '.join(numbers)}"
-            )
-            lines += textwrap.wrap(text, 80, subsequent_indent="  ")
+            means = {key: 100 * row["mean"] for key, row in results[FAILED].items()}
+            means.pop("pass_at_1", None)
+            numbers = ", ".join(f"{label(key)} {mean:.1f}" for key, mean in means.items())
+            name, share = results["checkpoint"].replace("-", " "), 100 * results["coverage"]
+            text = f"{name}: {share:.1f} % of its episodes count; with the failed ones as failures:"
+            lines += textwrap.wrap(f"{text} {numbers}", 80, subsequent_indent="  ")
     return lines
 
 
@@ -305,17 +288,14 @@ def alarm_lines(cfg: RunConfig, done: Mapping[str, Manifest]) -> list[str]:
     steps = steps_of(cfg)
     trained = [manifest for name, manifest in done.items() if steps[name].stage]
     alarms = committed_alarms(open_store(cfg), trained)
-    return [
-        line for alarm in alarms for line in textwrap.wrap(str(alarm), 80, subsequent_indent="  ")
-    ]
+    wrapped = (textwrap.wrap(str(alarm), 80, subsequent_indent="  ") for alarm in alarms)
+    return [line for lines in wrapped for line in lines]
 
 
 def _baseline(evaluations: dict[str, Manifest]) -> str:
     """Return the name of the checkpoint that the others are compared with."""
-    name = next(
-        m.results["paired"]["baseline"] for m in evaluations.values() if "paired" in m.results
-    )
-    return str(evaluations[name].results["checkpoint"])
+    paired = (m.results["paired"] for m in evaluations.values() if "paired" in m.results)
+    return str(evaluations[next(paired)["baseline"]].results["checkpoint"])
 
 
 def _percent(interval: Interval, tight: bool) -> str:

@@ -92,19 +92,14 @@ def _publish(key: str, watched: _Watched, stop: threading.Event) -> None:
         published = shown
         try:
             if artifact is None:
-                artifact = cast(
-                    UUID, create_progress_artifact(shown[0], key=key, description=shown[1])
-                )
+                created = create_progress_artifact(shown[0], key=key, description=shown[1])
+                artifact = cast(UUID, created)
             else:
                 update_progress_artifact(artifact, progress=shown[0], description=shown[1])
         except Exception as error:
             # a step must not fail because the Prefect server does
-            logger.warning(
-                "progress of %s is not shown in Prefect: %s: %s",
-                key.removeprefix("progress-"),
-                type(error).__name__,
-                error,
-            )
+            step, kind = key.removeprefix("progress-"), type(error).__name__
+            logger.warning("progress of %s is not shown in Prefect: %s: %s", step, kind, error)
 
 
 def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
@@ -113,25 +108,17 @@ def result_artifact(cfg: RunConfig, outcome: Outcome) -> None:
         _create_table(cfg, outcome)
     except Exception as error:
         # the step is done and must not fail because Prefect or MLflow is unavailable
-        logger.warning(
-            "%s is done but has no table in Prefect: %s: %s",
-            outcome.step.name,
-            type(error).__name__,
-            error,
-        )
+        name, kind = outcome.step.name, type(error).__name__
+        logger.warning("%s is done but has no table in Prefect: %s: %s", name, kind, error)
 
 
 def _create_table(cfg: RunConfig, outcome: Outcome) -> None:
     name, manifest = outcome.step.name, outcome.manifest
     try:
         experiment, run = step_run(cfg, run_key(cfg), manifest, outcome.step.title)
-        server = mlflow_server(cfg)
-        page = f"{server}/#/experiments/{experiment}/runs/{run}"
-        where = (
-            f"[MLflow run {run[:8]}]({page})"
-            if server
-            else f"MLflow run {run} (`make up` or `make ui` shows it)"
-        )
+        where = f"MLflow run {run} (`make up` or `make ui` shows it)"
+        if server := mlflow_server(cfg):
+            where = f"[MLflow run {run[:8]}]({server}/#/experiments/{experiment}/runs/{run})"
     except LedgerUnavailable:
         where = "MLflow is out of reach"
     create_table_artifact(
@@ -172,22 +159,14 @@ def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
     """
     if "summary" in manifest.results:
         gains, failed = (manifest.results.get(name, {}) for name in ("paired", FAILED))
-        rows = [
-            {
-                "metric": metric,
-                **_interval(value),
-                **({"gain": _interval(gains[metric])["mean"]} if metric in gains else {}),
-            }
-            for metric, value in manifest.results["summary"].items()
-        ]
-        if manifest.results["coverage"] < 1:
-            rows += [
-                {"metric": f"{metric}, failed as failures", **_interval(value)}
-                for metric, value in failed.items()
-            ]
-            rows.append(
-                {"metric": "coverage", "mean": float(f"{manifest.results['coverage']:.4g}")}
-            )
+        rows = [{"metric": k, **_interval(v)} for k, v in manifest.results["summary"].items()]
+        for row in rows:
+            if row["metric"] in gains:
+                row["gain"] = _interval(gains[row["metric"]])["mean"]
+        if (coverage := manifest.results["coverage"]) < 1:
+            told = {f"{metric}, failed as failures": value for metric, value in failed.items()}
+            rows += [{"metric": metric, **_interval(value)} for metric, value in told.items()]
+            rows.append({"metric": "coverage", "mean": float(f"{coverage:.4g}")})
         return rows
     rows = curve(open_store(cfg), manifest)
     if rows:

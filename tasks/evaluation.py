@@ -50,11 +50,8 @@ def _table(evaluated: Evaluated) -> None:
         for metric, row in numbers["summary"].items()
     ]
     try:
-        create_table_artifact(
-            table=rows,
-            key="evaluation",
-            description=f"**{evaluated.result.about['policy']}**: {evaluated.folder}",
-        )
+        title = f"**{evaluated.result.about['policy']}**: {evaluated.folder}"
+        create_table_artifact(table=rows, key="evaluation", description=title)
     except Exception as error:
         # the evaluation is done and must not fail because Prefect is unavailable
         logger.warning("no table in Prefect: %s: %s", type(error).__name__, error)

@@ -45,13 +45,10 @@ def tell(flow_run_id: UUID, block: str) -> str:
     """
     with get_client(sync_client=True) as client:
         run = client.read_flow_run(flow_run_id)
+        is_failed = TaskRunFilterStateType(any_=[StateType.FAILED])
         failed = client.read_task_runs(
             flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id])),
-            task_run_filter=TaskRunFilter(
-                state=TaskRunFilterState(
-                    type=TaskRunFilterStateType(any_=[StateType.FAILED]), name=None
-                )
-            ),
+            task_run_filter=TaskRunFilter(state=TaskRunFilterState(type=is_failed, name=None)),
         )
     subject, text = failure(run, failed, get_current_settings().ui_url or "")
     _block(block).notify(text, subject=subject)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from prefect import Task, task
@@ -142,13 +142,6 @@ def _of_kept(server: KeptServer) -> Standing:
 
 def servers_artifact(servers: list[Standing], description: str) -> None:
     """Create a table of the servers, without their tokens, on the flow run's page in Prefect."""
-    rows = [
-        {
-            "environment": server.env,
-            "server": server.where,
-            "held by": server.held_by,
-            "options": server.options,
-        }
-        for server in servers
-    ]
+    titles = ("environment", "server", "held by", "options")
+    rows = [dict(zip(titles, astuple(server), strict=True)) for server in servers]
     create_table_artifact(table=rows, key="environments", description=description)
