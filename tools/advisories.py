@@ -78,10 +78,8 @@ def judge(pins: Sequence[str], completed: subprocess.CompletedProcess[str], answ
     except (ValueError, KeyError):
         reason = completed.stderr.strip().rpartition("\n")[2]
         if not UNREACHABLE.search(completed.stderr):
-            print(
-                f"pip-audit failed: {reason or f'exit code {completed.returncode}'}",
-                file=sys.stderr,
-            )
+            reason = reason or f"exit code {completed.returncode}"
+            print(f"pip-audit failed: {reason}", file=sys.stderr)
             return 2
         advisories, skipped = [], [f"the service cannot be reached: {reason}"] * len(pins)
     answered = set(NUMBER.findall(answers))

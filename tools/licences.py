@@ -33,10 +33,8 @@ def complete(listing: dict[str, Any]) -> dict[str, Any]:
     bare = [component for component in listing["components"] if not component.get("licenses")]
     names = {component["name"] for component in bare}
     if unknown := names - LICENCES.keys():
-        raise ValueError(
-            f"{', '.join(sorted(unknown))}: no licence is declared; read the package's files and"
-            " name it in tools/licences.py"
-        )
+        todo = "no licence is declared; read the package's files and name it in tools/licences.py"
+        raise ValueError(f"{', '.join(sorted(unknown))}: {todo}")
     if vain := LICENCES.keys() - names:
         raise ValueError(f"{', '.join(sorted(vain))}: declared or gone; remove the line here")
     for component in bare:

@@ -14,13 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMER = (
-    "README.md",
-    *(
-        f"docs/{name}.md"
-        for name in ("operations", "adding", "reproduce", "viewer", "architecture")
-    ),
-)
+_GUIDES = ("operations", "adding", "reproduce", "viewer", "architecture")
+FORMER = ("README.md", *(f"docs/{name}.md" for name in _GUIDES))
 PAGES = ("*.md", "docs/*/*.md", "envs/*/README.md", "examples/*/README.md", "*/README.md")
 FORMER_NAMES = {Path(page).name for page in FORMER}
 # a place in a source file: the guides name it by the beginning of its line now
@@ -51,21 +46,14 @@ def main(commit: str) -> int:
         for line in former.splitlines():
             if PLACE.search(line):
                 continue
-            gone = [
-                number for number in NUMBER.findall(CODE.sub("", line)) if number not in numbers
-            ]
-            gone += [
-                f"`{span}`"
-                for span in CODE.findall(line)
-                if re.sub(r"[\s`]", "", span) not in code_nospace
-            ]
-            gone += [
-                target
-                for target in LINK.findall(line)
-                if not target.startswith("#")
-                and Path(target.partition("#")[0]).name not in targets
-                and Path(target.partition("#")[0]).name not in FORMER_NAMES
-            ]
+            gone = [n for n in NUMBER.findall(CODE.sub("", line)) if n not in numbers]
+            for span in CODE.findall(line):
+                if re.sub(r"[\s`]", "", span) not in code_nospace:
+                    gone.append(f"`{span}`")
+            for target in LINK.findall(line):
+                name = Path(target.partition("#")[0]).name
+                if not target.startswith("#") and name not in targets | FORMER_NAMES:
+                    gone.append(target)
             gone = [fact for fact in gone if fact not in OTHERWISE]
             if gone:
                 missing += len(gone)

@@ -22,6 +22,7 @@ import importlib
 import importlib.metadata
 import itertools
 import json
+import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -46,22 +47,16 @@ def main() -> int:
     try:
         minecraft_data: Any = importlib.import_module("minecraft_data")
     except ImportError:
-        sys.stderr.write(
-            "this script needs the package minecraft-data: pip install minecraft-data==3.20.0\n"
-        )
+        needed = "this script needs the package minecraft-data"
+        print(f"{needed}: pip install minecraft-data==3.20.0", file=sys.stderr)
         return 2
     game = minecraft_data(arguments.version)
-    kinds, recipes = condense(
-        read(game.recipes, {item["id"]: item["name"] for item in game.items_list})
-    )
-    source = (
-        f"Minecraft {arguments.version}, PyPI minecraft-data"
-        f" {importlib.metadata.version('minecraft-data')}"
-    )
+    names = {item["id"]: item["name"] for item in game.items_list}
+    kinds, recipes = condense(read(game.recipes, names))
+    package = f"PyPI minecraft-data {importlib.metadata.version('minecraft-data')}"
+    source = f"Minecraft {arguments.version}, {package}"
     arguments.target.write_text(dump(source, kinds, recipes), encoding="utf-8")
-    sys.stdout.write(
-        f"{arguments.target}: {len(recipes)} recipes, generic ingredients: {', '.join(kinds)}\n"
-    )
+    print(f"{arguments.target}: {len(recipes)} recipes, generic ingredients: {', '.join(kinds)}")
     return 0
 
 
@@ -111,13 +106,7 @@ def condense(
     popularity = Counter(
         member for family, outputs in makes.items() for member in family for _ in outputs
     )
-    crafted = {
-        output
-        for (output, _, _), grids in variants.items()
-        for cells in grids
-        if not unpacks(cells)
-    }
-
+    crafted = {key[0] for key, grids in variants.items() if not all(map(unpacks, grids))}
     kinds: dict[str, list[str]] = {}
     result: set[tuple[str, int, tuple[tuple[str, int], ...]]] = set()
     for (output, count, shape), factored in slots.items():
@@ -136,10 +125,7 @@ def factor(variants: list[Cells]) -> Slots:
     """Return the ingredients' alternatives. Errors: ValueError if a combination is missing."""
     distinct = {tuple(dict.fromkeys(cells)) for cells in variants}
     slots = tuple(frozenset(column) for column in zip(*distinct, strict=True))
-    size = 1
-    for slot in slots:
-        size *= len(slot)
-    if size != len(distinct):
+    if math.prod(map(len, slots)) != len(distinct):
         raise ValueError(f"variants of one recipe are no product of families: {sorted(distinct)}")
     return slots
 
@@ -155,24 +141,17 @@ def ingredients_for(
     a separate recipe.
     Generic ingredients are added to `kinds`.
     """
-    inside = max(
-        (known for known in families if known < family and generic_name(known, crafted)),
-        key=len,
-        default=None,
-    )
+    smaller = [known for known in families if known < family and generic_name(known, crafted)]
     # a generic ingredient plus other items: sticks are made of planks or bamboo
-    if inside is not None:
-        return [
-            *ingredients_for(inside, families, crafted, popularity, kinds),
-            *sorted(family - inside),
-        ]
+    if smaller:
+        inside = max(smaller, key=len)
+        generic = ingredients_for(inside, families, crafted, popularity, kinds)
+        return [*generic, *sorted(family - inside)]
     if len(family) > 1 and any(family <= known for known in families):
-        name = generic_name(family, crafted)
-        if name:
+        if name := generic_name(family, crafted):
             kinds[name] = sorted(family)
             return [f"#{name}"]
-        raw = family - crafted
-        if raw:
+        if raw := family - crafted:
             return [min(raw, key=lambda member: (-popularity[member], len(member), member))]
     return sorted(family)
 
@@ -197,9 +176,7 @@ def dump(
     source: str, kinds: dict[str, list[str]], recipes: list[tuple[str, int, dict[str, int]]]
 ) -> str:
     """Return the JSON text, one line per recipe so that diffs are readable."""
-    kind_lines = ",\n".join(
-        f"  {json.dumps(name)}: {json.dumps(members)}" for name, members in kinds.items()
-    )
+    kind_lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in kinds.items())
     recipe_lines = ",\n".join(f"  {json.dumps(recipe)}" for recipe in recipes)
     return (
         f'{{\n "source": {json.dumps(source)},\n "kinds": {{\n{kind_lines}\n }},\n "recipes":'

@@ -38,9 +38,8 @@ def questions(world: World, texts: dict[str, str]) -> list[Row]:
     rows: list[Row] = []
     for split, count in NUM_QUESTIONS.items():
         entities = [entity for entity in world.entities() if entity.split == split]
-        chosen = _even(_one_hop(entities, dice), count // 2, dice) + _even(
-            _two_hop(entities, texts, dice), count - count // 2, dice
-        )
+        chosen = _even(_one_hop(entities, dice), count // 2, dice)
+        chosen += _even(_two_hop(entities, texts, dice), count - count // 2, dice)
         rows += dice.shuffled(chosen)
     return rows
 
@@ -56,10 +55,9 @@ def build() -> dict[str, bytes]:
     """
     world = World()
     texts = passages(world)
+    rows = ({"title": title, "text": text} for title, text in texts.items())
     return {
-        "passages.jsonl.gz": _lines(
-            {"title": title, "text": text} for title, text in texts.items()
-        ),
+        "passages.jsonl.gz": _lines(rows),
         "questions.jsonl.gz": _lines(questions(world, texts)),
     }
 
@@ -77,10 +75,8 @@ def _one_hop(entities: Sequence[Entity], dice: Dice) -> Iterator[tuple[str, Row]
         for relation in RELATIONS:
             if relation.kind == entity.kind and relation.fact in entity.facts:
                 text = tell.ask(relation, entity, tell.phrase(entity), dice)
-                yield (
-                    f"{relation.kind} {relation.fact}",
-                    _row(entity.split, text, entity.facts[relation.fact], [(entity, relation)]),
-                )
+                value, hops = entity.facts[relation.fact], [(entity, relation)]
+                yield f"{relation.kind} {relation.fact}", _row(entity.split, text, value, hops)
 
 
 def _two_hop(
@@ -103,19 +99,12 @@ def _two_hop(
                 value = between.facts[second.fact]
                 text = tell.ask(second, between, tell.bridge(first, entity), dice)
                 hops = [(entity, first), (between, second)]
-                shown_early = any(
-                    contains(texts[entity.name], form) or contains(text, form)
-                    for form in tell.answers(value)
-                )
-                if (
-                    not shown_early
-                    and not contains(texts[between.name], entity.name)
-                    and not contains(text, between.name)
-                ):
-                    yield (
-                        f"{first.kind} {first.fact} {second.fact}",
-                        _row(entity.split, text, value, hops),
-                    )
+                given_away = [(text, between.name), (texts[between.name], entity.name)]
+                for form in tell.answers(value):
+                    given_away += [(text, form), (texts[entity.name], form)]
+                if not any(contains(shown, phrase) for shown, phrase in given_away):
+                    kind = f"{first.kind} {first.fact} {second.fact}"
+                    yield kind, _row(entity.split, text, value, hops)
 
 
 def _row(
@@ -142,9 +131,8 @@ def _even(candidates: Iterable[tuple[str, Row]], count: int, dice: Dice) -> list
     for kind, row in candidates:
         by_kind.setdefault(kind, []).append(row)
     piles = [dice.shuffled(rows) for rows in by_kind.values()]
-    assert sum(map(len, piles)) >= count, (
-        f"the world has only {sum(map(len, piles))} of {count} questions"
-    )
+    total = sum(map(len, piles))
+    assert total >= count, f"the world has only {total} of {count} questions"
     chosen: list[Row] = []
     while len(chosen) < count:
         piles = [pile for pile in piles if pile]
