@@ -120,8 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     add, cores = parser.add_argument, "cells at a time (default: one per core)"
     add("--parallel", type=positive, default=0, metavar="N", help=cores)
-    place = f"of the table and figures (default: {FOLDER} next to the store)"
-    add("--out", default="", metavar="FOLDER", help=place)
+    folder = f"of the table and figures (default: {FOLDER} next to the store)"
+    add("--out", default="", metavar="FOLDER", help=folder)
     words = f"the comparison (default: {DEFAULT}); overrides for every cell"
     add("words", nargs="*", metavar="FILE | key.path=value", help=words)
     arguments = parser.parse_intermixed_args(argv)

@@ -72,8 +72,8 @@ def prefect_api(state_dir: Path) -> Iterator[str]:
             api = f"{address}/api"
             wait_until_healthy(service, f"{api}/health")
         stack.enter_context(_kept(service))
-        own = {PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}
-        stack.enter_context(temporary_settings(own))
+        client = {PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: login}
+        stack.enter_context(temporary_settings(client))
         try:
             yield api
         finally:

@@ -164,8 +164,8 @@ def step_table(cfg: RunConfig, manifest: Manifest) -> list[dict[str, Any]]:
             if row["metric"] in gains:
                 row["gain"] = _interval(gains[row["metric"]])["mean"]
         if (coverage := manifest.results["coverage"]) < 1:
-            told = {f"{metric}, failed as failures": value for metric, value in failed.items()}
-            rows += [{"metric": metric, **_interval(value)} for metric, value in told.items()]
+            failures = {f"{metric}, failed as failures": value for metric, value in failed.items()}
+            rows += [{"metric": metric, **_interval(value)} for metric, value in failures.items()]
             rows.append({"metric": "coverage", "mean": float(f"{coverage:.4g}")})
         return rows
     rows = curve(open_store(cfg), manifest)

@@ -107,5 +107,5 @@ def grid_of(env: MiniGridEnv) -> dict[str, Any]:
 def _named(thing: Any) -> dict[str, str]:
     kind, color, state = map(int, thing.encode())
     name = IDX_TO_OBJECT[kind]
-    told = DOOR_STATES[state] if name == "door" else ""
-    return {"kind": name, "color": IDX_TO_COLOR[color], "state": told}
+    condition = DOOR_STATES[state] if name == "door" else ""
+    return {"kind": name, "color": IDX_TO_COLOR[color], "state": condition}

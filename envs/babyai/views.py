@@ -108,8 +108,8 @@ def _decode(pixels: bytes) -> View:
                 walls.append((ahead, left))
             elif kind not in (_EMPTY, _FLOOR):
                 named = IDX_TO_OBJECT[kind], IDX_TO_COLOR[color]
-                told = DOOR_STATES[state] if kind == _DOOR else ""
-                objects.append(VisibleObject(*named, told, ahead, left))
+                condition = DOOR_STATES[state] if kind == _DOOR else ""
+                objects.append(VisibleObject(*named, condition, ahead, left))
     objects.sort(key=lambda obj: (obj.ahead + abs(obj.left), abs(obj.left), -obj.left))
     name = f"{IDX_TO_COLOR[carried[1]]} {IDX_TO_OBJECT[carried[0]]}" if carried[0] > _DOOR else ""
     return View(tuple(objects), frozenset(walls), name)

@@ -146,9 +146,9 @@ class World:
         terminated = success if self.options.actions == "high" else terminated
         self._ended = terminated or truncated
         paid = (1.0 if self.options.reward == "binary" else float(reward)) if success else 0.0
-        told = self._told(closing="The task is completed." if success else "")
+        observation = self._told(closing="The task is completed." if success else "")
         truncated = truncated and not terminated
-        return StepResult(told, paid, terminated, truncated, success, {FAMILY: self.level})
+        return StepResult(observation, paid, terminated, truncated, success, {FAMILY: self.level})
 
     def _told(self, *, goal: str = "", closing: str = "") -> str:
         if self.options.view == "compact":

@@ -71,13 +71,13 @@ def main() -> None:
                     actions, failure = [], f"{type(error).__name__} {error}"
                 finally:
                     pool.release(slot)
-                found = {"actions": actions, "failure": failure}
-                rows.append({"task": task, "variation": variation, **found})
+                result = {"actions": actions, "failure": failure}
+                rows.append({"task": task, "variation": variation, **result})
                 file.write(json.dumps(rows[-1]) + "\n")
                 file.flush()
                 if count % 50 == 0:
-                    said = f"{len(rows)} known, last {task} {variation} {failure}"
-                    print(f"{time.monotonic() - began:.0f}s {said}", flush=True)
+                    status = f"{len(rows)} known, last {task} {variation} {failure}"
+                    print(f"{time.monotonic() - began:.0f}s {status}", flush=True)
     finally:
         pool.close()
         write(rows)

@@ -156,8 +156,8 @@ class World:
         return f"Crafted {recipe.count} {item_id(output)}", output == self.goal
 
     def _look(self) -> str:
-        held = " ".join(f"[{name}] ({n})" for name, n in self.inventory.items())
-        return f"Inventory: {held or EMPTY}"
+        items = " ".join(f"[{name}] ({n})" for name, n in self.inventory.items())
+        return f"Inventory: {items or EMPTY}"
 
 
 def normalise(text: str) -> str:

@@ -187,8 +187,8 @@ class Endpoint:
             time.sleep(max(0.0, min(BACKOFF_S * 2**attempt, deadline - time.monotonic())))
         control = prompt.format(question=question, reference=reference, answer=reference)
         if is_up and self._judges(control, words, deadline):
-            told = "judge %s: it is the answer that gets no verdict; it counts as wrong: %.200r"
-            logger.warning(told, self.name, answer)
+            message = "judge %s: it is the answer that gets no verdict; it counts as wrong: %.200r"
+            logger.warning(message, self.name, answer)
             return ""
         raise JudgeFailed(f"judge {self.name}: {problem}")
 

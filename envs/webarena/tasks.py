@@ -142,8 +142,8 @@ def find_task(tasks: Mapping[int, Task], task_id: int) -> Task:
 def identity(tasks: Mapping[int, Task], task_id: int) -> str:
     """Return the task's intent, start, login and location as JSON. Errors: UnknownTask."""
     task = find_task(tasks, task_id)
-    place = dict(task.geolocation or {})
-    return json.dumps([task.intent, task.start_urls, task.storage_state, place])
+    location = dict(task.geolocation or {})
+    return json.dumps([task.intent, task.start_urls, task.storage_state, location])
 
 
 def embedded_gold(sites: Mapping[str, str]) -> dict[int, tuple[str, ...]]:

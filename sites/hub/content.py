@@ -145,8 +145,8 @@ def _merge_requests(
         remarks = _remarks(day, members, dice, 3)
         branch = f"{iid}-{slug(text)}"[:40].rstrip("-")
         reviewer = dice.pick(others) if dice.chance(0.6) else ""
-        said = (text, body, author, reviewer, branch, "main", state, approved, day, remarks)
-        draft.merge_requests.append(MergeRequest(len(draft.merge_requests) + 1, id, iid, *said))
+        fields = (text, body, author, reviewer, branch, "main", state, approved, day, remarks)
+        draft.merge_requests.append(MergeRequest(len(draft.merge_requests) + 1, id, iid, *fields))
     return draft.merge_requests[first:]
 
 
@@ -221,9 +221,9 @@ def _issues(
         milestone = dice.pick(milestones).id if dice.chance(0.4) else 0
         due = TODAY + timedelta(days=dice.between(5, 90)) if is_open and dice.chance(0.15) else None
         remarks = _remarks(day, members, dice, 4)
-        said = (_sentence(title, **words), body, author, assignee, tuple(labels), milestone)
+        fields = (_sentence(title, **words), body, author, assignee, tuple(labels), milestone)
         number = len(draft.issues) + 1
-        draft.issues.append(Issue(number, id, iid, *said, due, is_open, day, remarks))
+        draft.issues.append(Issue(number, id, iid, *fields, due, is_open, day, remarks))
 
 
 def _remarks(day: date, members: Sequence[str], dice: Dice, max_count: int) -> tuple[Remark, ...]:

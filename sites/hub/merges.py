@@ -60,8 +60,8 @@ def create_merge_request(request: Request, repo: Project) -> Response:
         raise Refused("Source and target branch must differ.")
     reviewer = _reviewer(request, repo)
     id, iid, author = table.next_id(), next_iid(table, repo), me(request).name
-    said = (title, body, author, reviewer, source, target)
-    table.put(MergeRequest(id, repo.id, iid, *said, "Open", (), TODAY, ()))
+    fields = (title, body, author, reviewer, source, target)
+    table.put(MergeRequest(id, repo.id, iid, *fields, "Open", (), TODAY, ()))
     return request.done("The merge request was created.", f"/{repo.path}/-/merge_requests/{iid}")
 
 
