@@ -184,11 +184,8 @@ def _css(folder: str) -> Response:
 
     It is made of a palette, a common part, the site's own rules and its pictures.
     """
-    parts = [
-        f":root{{{_PALETTES[folder]}}}",
-        (_FOLDER / "base.css").read_text(encoding="utf-8"),
-        (_FOLDER / f"{folder}.css").read_text(encoding="utf-8"),
-    ]
+    files = (_FOLDER / f"{name}.css" for name in ("base", folder))
+    parts = [f":root{{{_PALETTES[folder]}}}", *(file.read_text("utf-8") for file in files)]
     if folder == "shop":
         icons = json.loads((_FOLDER / "icons.json").read_text(encoding="utf-8"))
         parts += [_picture(name, path) for name, path in icons.items()]

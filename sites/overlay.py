@@ -77,11 +77,7 @@ class Table(Generic[R]):
         """Return the records whose `field` is `value`, sorted by id."""
         changes = self._own
         unchanged = [self.seed.rows[id] for id in self.seed.ids(field, value) if id not in changes]
-        changed = [
-            record
-            for record in changes.values()
-            if record is not None and getattr(record, field) == value
-        ]
+        changed = [row for row in changes.values() if row and getattr(row, field) == value]
         return sorted(unchanged + changed, key=lambda record: record.id) if changed else unchanged
 
     def first(self, field: str, value: Any, **others: Any) -> R | None:

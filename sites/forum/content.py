@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -62,14 +63,8 @@ def _posts(dice: Dice) -> list[Post]:
     """Generate the posts of all boards, sorted by day; titles are unique on a board."""
     drafts: list[tuple[date, float, Topic, str, str, str]] = []
     for topic in _TOPICS:
-        titles = sorted(
-            {
-                template.format(a=a, b=b) + f"\n{a}\n{b}"
-                for template in topic.titles
-                for a in topic.a
-                for b in topic.b
-            }
-        )
+        words = itertools.product(topic.titles, topic.a, topic.b)
+        titles = sorted({f"{title.format(a=a, b=b)}\n{a}\n{b}" for title, a, b in words})
         taken: set[str] = set()
         for draft in dice.shuffled(titles):
             title, a, b = draft.split("\n")

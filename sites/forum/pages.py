@@ -183,13 +183,9 @@ def write_comment(request: Request, name: str, id: int) -> Response:
 
 @site.get("/f/{name}/{id}/{slug}/comment/{id_comment}")
 def comment(request: Request, name: str, id: int, slug: str, id_comment: int) -> Response:
-    record = _post(request, name, id)
-    return request.page(
-        "comment.html",
-        post=record,
-        board=_board(request, name),
-        comment=_comment(request, record, id_comment),
-    )
+    record, board = _post(request, name, id), _board(request, name)
+    comment = _comment(request, record, id_comment)
+    return request.page("comment.html", post=record, board=board, comment=comment)
 
 
 @site.get("/f/{name}/{id}/{slug}/edit", private=True)
@@ -248,10 +244,8 @@ def _vote(request: Request, votes: Table[Vote], id: int) -> Response:
 def submit(request: Request, name: str = "") -> Response:
     if name:
         _board(request, name)
-    boards = {
-        board.name: board.title
-        for board in sorted(request.world.forum.boards, key=lambda board: board.title)
-    }
+    ordered = sorted(request.world.forum.boards, key=lambda board: board.title)
+    boards = {board.name: board.title for board in ordered}
     return request.page("submit.html", boards=boards, chosen=name)
 
 
@@ -288,18 +282,10 @@ def user(request: Request, name: str) -> Response:
     forum = request.world.forum
     member = forum.members.first("name", name)
     member = existing(member, f"There is no member called {name}.")
-    comments = [
-        (comment, forum.posts.get(comment.post_id))
-        for comment in forum.comments.where("author", name)[::-1]
-    ]
-    return _listing(
-        request,
-        "user.html",
-        forum.posts.where("author", name),
-        "new",
-        member=member,
-        comments=comments[:20],
-    )
+    newest = forum.comments.where("author", name)[:-21:-1]
+    comments = [(comment, forum.posts.get(comment.post_id)) for comment in newest]
+    posts = forum.posts.where("author", name)
+    return _listing(request, "user.html", posts, "new", member=member, comments=comments)
 
 
 @site.get("/user/{name}/edit_biography", private=True)
@@ -324,11 +310,7 @@ def _check_self(request: Request, name: str) -> None:
 @site.get("/search")
 def search(request: Request) -> Response:
     query = request.search("q")
-    posts = [
-        post
-        for post in request.world.forum.posts
-        if query and matches(query, post.title, post.body)
-    ]
+    posts = [p for p in request.world.forum.posts if query and matches(query, p.title, p.body)]
     return _listing(request, "search.html", posts, "new", query=query)
 
 

@@ -21,13 +21,9 @@ def merge_requests(request: Request, repo: Project) -> Response:
         key: len(requests) if key == "all" else sum(merge.state == key for merge in requests)
         for key in _STATES
     }
+    page = request.paged(chosen[::-1], 20)
     return request.page(
-        "merge_requests.html",
-        project=repo,
-        page=request.paged(chosen[::-1], 20),
-        state=state,
-        states=_STATES,
-        counts=counts,
+        "merge_requests.html", project=repo, page=page, state=state, states=_STATES, counts=counts
     )
 
 

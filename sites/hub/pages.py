@@ -32,19 +32,10 @@ def _listing(
         "newest": lambda project: (-project.created.toordinal(), -project.id),
     }
     wanted = request.query.get("name", "").strip().lower()
-    chosen = [
-        project for project in projects if wanted in f"{project.path} {project.description}".lower()
-    ]
-    return request.page(
-        "projects.html",
-        title=title,
-        page=request.paged(sorted(chosen, key=keys[sort]), 20),
-        sort=sort,
-        sorts=_SORTS,
-        wanted=wanted,
-        tab=tab,
-        **extra,
-    )
+    chosen = [p for p in projects if wanted in f"{p.path} {p.description}".lower()]
+    page = request.paged(sorted(chosen, key=keys[sort]), 20)
+    context = {"sort": sort, "sorts": _SORTS, "wanted": wanted, "tab": tab, **extra}
+    return request.page("projects.html", title=title, page=page, **context)
 
 
 @site.get("/", private=True)
@@ -72,10 +63,8 @@ def my_issues(request: Request) -> Response:
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("assignee", "author"), "assignee")
     issues = [issue for issue in hub.issues.where(by, name) if issue.open]
-    rows = [
-        (issue, hub.projects[issue.project_id])
-        for issue in sorted(issues, key=lambda issue: (issue.day, issue.id), reverse=True)
-    ]
+    issues.sort(key=lambda issue: (issue.day, issue.id), reverse=True)
+    rows = [(issue, hub.projects[issue.project_id]) for issue in issues]
     return request.page("my_issues.html", rows=rows, by=by)
 
 
@@ -85,10 +74,8 @@ def my_requests(request: Request) -> Response:
     hub, name = request.world.hub, me(request).name
     by = request.choice("by", ("reviewer", "author"), "author")
     requests = [merge for merge in hub.merge_requests.where(by, name) if merge.state == "Open"]
-    rows = [
-        (merge, hub.projects[merge.project_id])
-        for merge in sorted(requests, key=lambda merge: (merge.day, merge.id), reverse=True)
-    ]
+    requests.sort(key=lambda merge: (merge.day, merge.id), reverse=True)
+    rows = [(merge, hub.projects[merge.project_id]) for merge in requests]
     return request.page("my_requests.html", rows=rows, by=by)
 
 
@@ -99,26 +86,18 @@ def search(request: Request) -> Response:
     def hit(*texts: str) -> bool:
         return bool(query) and matches(query, *texts)
 
-    projects = [
-        project
-        for project in _visible(request)
-        if hit(project.path, project.description, *project.topics)
-    ]
     shown = {project.id: project for project in _visible(request)}
     issues = [
         (issue, shown[issue.project_id])
         for issue in hub.issues
         if issue.project_id in shown and hit(issue.title, issue.body)
     ]
-    accounts = [account for account in hub.accounts if hit(account.name, account.full_name)]
-    return request.page(
-        "search.html",
-        query=query,
-        projects=projects,
-        issues=issues[::-1][:30],
-        num_issues=len(issues),
-        accounts=accounts,
-    )
+    rows: dict[str, Any] = {
+        "projects": [p for p in shown.values() if hit(p.path, p.description, *p.topics)],
+        "issues": issues[:-31:-1],
+        "accounts": [account for account in hub.accounts if hit(account.name, account.full_name)],
+    }
+    return request.page("search.html", query=query, num_issues=len(issues), **rows)
 
 
 @site.post("/projects/new")

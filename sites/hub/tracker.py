@@ -65,14 +65,8 @@ def issues(request: Request, repo: Project) -> Response:
 
 
 def _form(request: Request, repo: Project, **context: Any) -> Response:
-    return request.page(
-        "issue_form.html",
-        project=repo,
-        people=people(request, repo),
-        labels=_label_names(request, repo),
-        milestones=_milestones(request, repo),
-        **context,
-    )
+    context |= {"labels": _label_names(request, repo), "milestones": _milestones(request, repo)}
+    return request.page("issue_form.html", project=repo, people=people(request, repo), **context)
 
 
 def _typed(request: Request, repo: Project) -> dict[str, Any]:

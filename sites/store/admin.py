@@ -133,12 +133,9 @@ def _cents(text: str) -> int:
 def orders(request: Request) -> Response:
     store = request.world.store
     search, status = request.search("search"), request.choice("status", ORDER_STATUSES, "")
-    chosen = [
-        order
-        for order in store.orders
-        if (not status or order.status == status)
-        and matches(search, order.number, store.customers[order.customer_id].name)
-    ]
+    rows = store.orders.where("status", status) if status else store.orders
+    named = ((row, store.customers[row.customer_id].name) for row in rows)
+    chosen = [row for row, name in named if matches(search, row.number, name)]
     page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(
         "orders.html", page=page, search=search, status=status, statuses=ORDER_STATUSES
@@ -172,11 +169,11 @@ def comment_order(request: Request, id: int) -> Response:
 @site.get("/customers")
 def customers(request: Request) -> Response:
     search, group = request.search("search"), request.choice("group", GROUPS, "")
+    customers = request.world.store.customers
     chosen = [
         row
-        for row in request.world.store.customers
-        if (not group or row.group == group)
-        and matches(search, row.name, row.email, row.address.city, row.address.phone)
+        for row in (customers.where("group", group) if group else customers)
+        if matches(search, row.name, row.email, row.address.city, row.address.phone)
     ]
     page = request.paged(chosen, _PER_PAGE)
     return request.page("customers.html", page=page, search=search, group=group, groups=GROUPS)
@@ -205,9 +202,8 @@ def reviews(request: Request) -> Response:
     names = {product.id: product.name for product in store.products}
     chosen = [
         row
-        for row in store.reviews
-        if (not status or row.status == status)
-        and matches(search, row.title, row.nickname, row.text, names[row.product_id])
+        for row in (store.reviews.where("status", status) if status else store.reviews)
+        if matches(search, row.title, row.nickname, row.text, names[row.product_id])
     ]
     page = request.paged(chosen[::-1], _PER_PAGE)
     return request.page(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date, timedelta
+from typing import Any
 
 from sites.dice import Dice, load_words
 from sites.overlay import Seed, Table
@@ -72,15 +74,13 @@ def generate(seed: int) -> Store:
         (term, sum(term in product.name.lower() for product in products), dice.between(3, 60))
         for term in WORDS.search_terms
     )
+    reviews = _reviews(products, Dice(seed, "reviews"))
+    orders = _orders(products, customers, Dice(seed, "orders"))
+    tables: tuple[Iterable[Any], ...] = (products, reviews, customers, orders, (), ())
     return Store(
         tuple(Category(shelf.slug, shelf.name, shelf.blurb) for shelf in _SHELVES),
         tuple(sorted(terms, key=lambda term: -term[2])),
-        Table(Seed(products)),
-        Table(Seed(_reviews(products, Dice(seed, "reviews")))),
-        Table(Seed(customers)),
-        Table(Seed(_orders(products, customers, Dice(seed, "orders")))),
-        Table(Seed(())),
-        Table(Seed(())),
+        *(Table(Seed(rows)) for rows in tables),
     )
 
 
@@ -89,11 +89,8 @@ def _products(dice: Dice) -> list[Product]:
     for shelf in _SHELVES:
         for kind in shelf.kinds:
             for series in dice.some(WORDS.series, _PER_KIND):
-                products.append(
-                    _product(
-                        len(products) + 1, shelf.slug, dice.pick(shelf.brands), series, kind, dice
-                    )
-                )
+                id, brand = len(products) + 1, dice.pick(shelf.brands)
+                products.append(_product(id, shelf.slug, brand, series, kind, dice))
     return products
 
 
@@ -139,13 +136,8 @@ def _review(id: int, product: Product, day: date, dice: Dice) -> Review:
     rating = dice.pick((5, 5, 5, 5, 4, 4, 4, 3, 3, 2, 1))
     series = product.name.removeprefix(product.brand).split()[0]
     lines = dice.some(WORDS.review_lines[str(rating)], 2)
-    topics = {
-        5: ("gift", "cleaning"),
-        4: ("gift", "cleaning"),
-        3: ("size", "cleaning"),
-        2: ("noise", "size"),
-        1: ("smell", "noise"),
-    }
+    good, poor = ("gift", "cleaning"), ("noise", "size")
+    topics = {5: good, 4: good, 3: ("size", "cleaning"), 2: poor, 1: ("smell", "noise")}
     if dice.chance(0.3):
         powered = product.category == "electronics" and rating < 4
         lines.append(WORDS.review_topics["battery" if powered else dice.pick(topics[rating])])

@@ -61,23 +61,13 @@ def _listing(request: Request, title: str, products: Sequence[Product], **extra:
     brands = sorted({product.brand for product in products})
     brand = request.choice("brand", brands, "")
     low, high = request.number("min", 0) * 100, request.number("max", 10**7) * 100
-    chosen = [
-        product
-        for product in products
-        if (not brand or product.brand == brand) and low <= product.price <= high
-    ]
+    chosen = [product for product in products if low <= product.price <= high]
+    if brand:
+        chosen = [product for product in chosen if product.brand == brand]
     sort = request.choice("sort", _SORTS, "position")
     chosen.sort(key=lambda product: (_SORTS[sort][1](request, product), product.id))
-    return request.page(
-        "listing.html",
-        title=title,
-        page=request.paged(chosen, _PER_PAGE),
-        sorts=_SORTS,
-        sort=sort,
-        brands=brands,
-        brand=brand,
-        **extra,
-    )
+    page, context = request.paged(chosen, _PER_PAGE), {"brands": brands, "brand": brand, **extra}
+    return request.page("listing.html", title=title, page=page, sorts=_SORTS, sort=sort, **context)
 
 
 @site.get("/")
@@ -110,12 +100,9 @@ def search(request: Request) -> Response:
 def product(request: Request, id: int, slug: str) -> Response:
     record, store = find(request, id), request.world.store
     related = [other for other in store.visible() if other.kind == record.kind and other.id != id]
+    category, reviews = store.category(record.category), store.approved(id)[::-1]
     return request.page(
-        "product.html",
-        product=record,
-        category=store.category(record.category),
-        reviews=store.approved(id)[::-1],
-        related=related[:4],
+        "product.html", product=record, category=category, reviews=reviews, related=related[:4]
     )
 
 
