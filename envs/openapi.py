@@ -31,13 +31,8 @@ class Route:
 
 def document(title: str, routes: Sequence[Route], *, bearer: bool) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of the routes. bearer: requests must carry a token."""
-    models = {
-        model
-        for route in routes
-        for model in (route.request, route.reply, route.errors)
-        if model is not None
-    }
-    ordered = sorted(models, key=lambda model: model.__name__)
+    models = {model for route in routes for model in (route.request, route.reply, route.errors)}
+    ordered = sorted(filter(None, models), key=lambda model: model.__name__)
     _, definitions = models_json_schema(
         [(model, "validation") for model in ordered], ref_template=REF
     )

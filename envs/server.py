@@ -182,11 +182,8 @@ def make_app(spec: EnvSpec, settings: ServerSettings) -> FastAPI:
     app.add_exception_handler(Refused, refused)
     app.add_exception_handler(HTTPException, no_route)
     app.add_exception_handler(Exception, broken)
-    app.add_middleware(
-        Direct,
-        handlers={(route.method, route.path): handler for route, handler in table.items()},
-        refuse=refuse,
-    )
+    handlers = {(route.method, route.path): handler for route, handler in table.items()}
+    app.add_middleware(Direct, handlers=handlers, refuse=refuse)
     app.add_middleware(Doors, token=settings.token, hosts=settings.hosts, refuse=refuse)
     return app
 

@@ -200,11 +200,9 @@ class Sessions:
             if request.turn == session.turn:
                 return session.reply
             if request.turn != session.turn + 1:
-                raise Refused(
-                    ErrorKind.TURN_MISMATCH,
-                    f"turn {request.turn} cannot follow turn {session.turn}",
-                    expected_turn=session.turn + 1,
-                )
+                problem = f"turn {request.turn} cannot follow turn {session.turn}"
+                turn = session.turn + 1
+                raise Refused(ErrorKind.TURN_MISMATCH, problem, expected_turn=turn)
             self._check_running(session)
             started = time.perf_counter()
             try:

@@ -69,13 +69,11 @@ def make_app(state: Path, login: str) -> ASGIApp:
     confine(artifacts)
     initialize_backend_stores(database, database, PROXIED)
     client = MlflowClient(database)
-    return Gate(
-        app,
-        login,
-        open_paths=("/health",),
-        sockets=False,
-        entered=lambda host: to_charts(f"http://{host}/{link_to_newest(client)}"),
-    )
+
+    def entered(host: str) -> HTMLResponse:
+        return to_charts(f"http://{host}/{link_to_newest(client)}")
+
+    return Gate(app, login, open_paths=("/health",), sockets=False, entered=entered)
 
 
 def to_charts(url: str) -> HTMLResponse:
@@ -127,12 +125,8 @@ def check_location(uri: str, root: Path) -> None:
     if is_local_uri(uri):
         inside = Path(local_file_uri_to_path(uri)).resolve().is_relative_to(root)
     else:
-        inside = (
-            uri.startswith(PROXIED)
-            and not uri.startswith(f"{PROXIED}/")
-            and "%" not in uri
-            and ".." not in uri.split("/")
-        )
+        is_plain = "%" not in uri and ".." not in uri.split("/")
+        inside = is_plain and uri.startswith(PROXIED) and not uri.startswith(f"{PROXIED}/")
     if not inside:
         raise MlflowException.invalid_parameter_value(
             f"artifact location {uri!r} must be below {PROXIED} or {root.as_uri()}; leave it out,"

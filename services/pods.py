@@ -235,12 +235,9 @@ def job_template(namespace: str) -> dict[str, Any]:
 
 def deployments() -> list[str]:
     """Return `flow/kubernetes` for every deployment that prefect.yaml has for the cluster."""
-    tree = yaml.safe_load(FILE.read_text(encoding="utf-8"))
-    return [
-        f"{deployment['entrypoint'].rpartition(':')[2]}/{deployment['name']}"
-        for deployment in tree["deployments"]
-        if deployment["name"] == KUBERNETES_POOL
-    ]
+    rows = yaml.safe_load(FILE.read_text(encoding="utf-8"))["deployments"]
+    entrypoints = [row["entrypoint"] for row in rows if row["name"] == KUBERNETES_POOL]
+    return [f"{entry.rpartition(':')[2]}/{KUBERNETES_POOL}" for entry in entrypoints]
 
 
 def worker() -> int:

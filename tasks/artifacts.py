@@ -68,12 +68,9 @@ def progress_artifact(step: str, inner: Progress) -> Iterator[Progress]:
     watched, stop = _Watched(inner), threading.Event()
     # a thread, because coroutines report progress and would have to await Prefect's calls; the
     # context names the task run
-    thread = threading.Thread(
-        target=contextvars.copy_context().run,
-        args=(_publish, f"progress-{step}", watched, stop),
-        name=f"progress-{step}",
-        daemon=True,
-    )
+    run, key = contextvars.copy_context().run, f"progress-{step}"
+    arguments = (_publish, key, watched, stop)
+    thread = threading.Thread(target=run, args=arguments, name=key, daemon=True)
     thread.start()
     try:
         yield watched

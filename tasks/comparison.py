@@ -33,9 +33,6 @@ def write_task(comparison: Comparison, cells: Sequence[Cell], out: Path) -> None
     """Write a comparison's table and figures to the folder `out` and, if any cell is done, to
     MLflow. Show the table on the flow run's page.
     """
-    result = write_comparison(comparison, cells, out)
-    create_markdown_artifact(
-        key=f"comparison-{comparison.name}",
-        markdown=table_markdown(result),
-        description=literal(comparison.title),
-    )
+    markdown = table_markdown(write_comparison(comparison, cells, out))
+    key, title = f"comparison-{comparison.name}", literal(comparison.title)
+    create_markdown_artifact(key=key, markdown=markdown, description=title)

@@ -45,7 +45,6 @@ def pip_audit(pins: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "pip_audit", *words, f"--requirement={file.name}"],
             capture_output=True,
-            text=True,
             check=False,
             timeout=TIMEOUT_S,
             encoding="utf-8",

@@ -98,11 +98,8 @@ def condense(
     for (output, _, _), factored in slots.items():
         for family in factored:
             makes[family].add(output)
-    families = [
-        family
-        for family, outputs in makes.items()
-        if len(family) > 1 and (len(outputs) > 1 or len(family) >= MANY)
-    ]
+    several = {family: outputs for family, outputs in makes.items() if len(family) > 1}
+    families = [f for f, outputs in several.items() if len(outputs) > 1 or len(f) >= MANY]
     popularity = Counter(
         member for family, outputs in makes.items() for member in family for _ in outputs
     )

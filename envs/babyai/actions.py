@@ -95,12 +95,9 @@ def plan_high(text: str, view: View, offered: Mapping[str, Command]) -> Sequence
         command = offered.get(f"{verb} {name} {nth}")
         if command is not None:
             return command.moves
-    named = [
-        obj
-        for obj in view.objects
-        if (obj.color, obj.kind) == (match["color"], match["kind"])
-        and match["state"] in (None, obj.state)
-    ]
+    named = [o for o in view.objects if (o.color, o.kind) == (match["color"], match["kind"])]
+    if match["state"]:
+        named = [obj for obj in named if obj.state == match["state"]]
     if not 1 <= nth <= len(named):
         return Refusal(f"You cannot {text}, as you see no such object.")
     return Refusal(f"You cannot {text}, as {_obstacle(verb, named[nth - 1], view)}.")

@@ -225,11 +225,8 @@ class Bot:
         verb = "go to" if isinstance(instruction, GoToInstr) else "pickup"
         if verb == "pickup" and self._world.view.carrying:
             return ""
-        wanted = {
-            self._world.env.relative_coords(*obj.cur_pos)
-            for obj in instruction.desc.obj_set
-            if obj.cur_pos is not None
-        }
+        places = [obj.cur_pos for obj in instruction.desc.obj_set if obj.cur_pos is not None]
+        wanted = {self._world.env.relative_coords(*place) for place in places}
         for text, command in self._world.offered.items():
             if command.target is None or not command.moves or not text.startswith(verb):
                 continue

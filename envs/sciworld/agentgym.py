@@ -17,13 +17,9 @@ def _detail(env: Place) -> Json:
 
 
 def _state(simulator: Any, env: Place) -> Json:
-    look, inventory, goals, actions, objects = simulator.ask(
-        "freeActionLook",
-        "freeActionInventory",
-        "getGoalProgressStr",
-        "getPossibleActions",
-        "getPossibleObjects",
-    )
+    shown = ("freeActionLook", "freeActionInventory", "getGoalProgressStr")
+    answers = simulator.ask(*shown, "getPossibleActions", "getPossibleObjects")
+    look, inventory, goals, actions, objects = answers
     return {
         "observation": look,
         "inventory": inventory,

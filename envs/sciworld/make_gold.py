@@ -53,12 +53,9 @@ def main() -> None:
     if known_path.exists():
         rows = [json.loads(line) for line in known_path.read_text(encoding="utf-8").splitlines()]
     known = {(row["task"], row["variation"]) for row in rows}
-    wanted = [
-        (name, v)
-        for v in range(max(VARIATIONS.values()))
-        for name in PUBLISHED
-        if v < min(VARIATIONS[name], arguments.first)
-    ]
+    counts = {name: min(VARIATIONS[name], arguments.first) for name in PUBLISHED}
+    numbers = range(max(VARIATIONS.values()))
+    wanted = [(name, number) for number in numbers for name in counts if number < counts[name]]
     pool = SlotPool(slots_per_jvm=16, call_timeout_s=TIMEOUT_S)
     began = time.monotonic()
     try:

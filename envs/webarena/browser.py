@@ -199,11 +199,8 @@ class Chromium:
             if running is not None and (
                 not running.alive or (running.opened >= RECYCLE_AFTER and running.open == 0)
             ):
-                logger.warning(
-                    "the browser is replaced after %d sessions%s",
-                    running.opened,
-                    "" if running.alive else ": it died",
-                )
+                why = "" if running.alive else ": it died"
+                logger.warning("the browser is replaced after %d sessions%s", running.opened, why)
                 await self._retire()
             if self._running is None:
                 self._running = await self._launch()

@@ -290,13 +290,11 @@ class Episode:
             size = f"{elements} elements, {characters} characters of text"
             return [f"This page is too large to be shown: {size}."]
         document = tab.document
-        tree, snapshot = await tabs.ask(
-            asyncio.gather(
-                tab.send("Accessibility.getFullAXTree"),
-                tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
-            ),
-            READ_S,
+        both = asyncio.gather(
+            tab.send("Accessibility.getFullAXTree"),
+            tab.send("DOMSnapshot.captureSnapshot", computedStyles=[]),
         )
+        tree, snapshot = await tabs.ask(both, READ_S)
         layout = read_layout(snapshot, tabs.limits.width, tabs.limits.height)
         trees = {"": tree["nodes"]}
         for frame in layout.frames.values():

@@ -191,12 +191,9 @@ class World:
 
     def of(self, kind: str, split: str, **facts: str) -> list[Entity]:
         """Return the entities of a kind and split whose facts have these values."""
-        return [
-            entity
-            for entity in self.by_kind[kind]
-            if entity.split == split
-            and all(entity.facts.get(name) == value for name, value in facts.items())
-        ]
+        entities = [entity for entity in self.by_kind[kind] if entity.split == split]
+        wanted = facts.items()
+        return [e for e in entities if all(e.facts.get(name) == value for name, value in wanted)]
 
     def _inside(self, kind: str, province: Entity) -> list[Entity]:
         places = self.of(kind, province.split)
@@ -249,19 +246,14 @@ class World:
         """
         dice, born = self.dice, person.number("born")
         colleagues = self.of("person", person.split, profession=str(person.facts["profession"]))
-        teachers = [
-            p
-            for p in colleagues
-            if born - 50 <= p.number("born") <= born - 15 and p.number("died") >= born + 18
-        ]
+        older = [p for p in colleagues if born - 50 <= p.number("born") <= born - 15]
+        teachers = [p for p in older if p.number("died") >= born + 18]
         if teachers and dice.chance(0.7):
             person.facts["mentor"] = dice.pick(teachers)
         others = {"she": "he", "he": "she"}
-        partners = [
-            p
-            for p in self.of("person", person.split, pronoun=others[str(person.facts["pronoun"])])
-            if abs(p.number("born") - born) <= 9 and "married" not in p.facts
-        ]
+        people = self.of("person", person.split, pronoun=others[str(person.facts["pronoun"])])
+        single = [p for p in people if "married" not in p.facts]
+        partners = [p for p in single if abs(p.number("born") - born) <= 9]
         if partners and "married" not in person.facts and dice.chance(0.6):
             partner = dice.pick(partners)
             year = max(born, partner.number("born")) + dice.between(20, 29)
