@@ -185,7 +185,7 @@ def _css(folder: str) -> Response:
     It is made of a palette, a common part, the site's own rules and its pictures.
     """
     files = (_FOLDER / f"{name}.css" for name in ("base", folder))
-    parts = [f":root{{{_PALETTES[folder]}}}", *(file.read_text("utf-8") for file in files)]
+    parts = [f":root{{{_PALETTES[folder]}}}", *(file.read_text(encoding="utf-8") for file in files)]
     if folder == "shop":
         icons = json.loads((_FOLDER / "icons.json").read_text(encoding="utf-8"))
         parts += [_picture(name, path) for name, path in icons.items()]

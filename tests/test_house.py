@@ -16,10 +16,7 @@ DRAWING = (CONCEPTS / "architecture.md").read_text()
 LONG = {
     "agentgym/audit/__init__.py audit": 73,
     "agentgym/training/offline.py train_stage": 66,
-    "envs/__main__.py _parser": 69,
     "envs/server.py make_app": 138,
-    "flows/shell.py summarise": 64,
-    "services/supervisor.py supervise": 64,
 }
 
 
