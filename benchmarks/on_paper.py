@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools import fake_collectives  # noqa: F401  # fake collectives
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,10 +27,8 @@ from torch.utils._pytree import tree_flatten
 
 from agentgym.learner.optimizer import HostMemory
 from agentgym.learner.process_group import ProcessGroup
-from agentgym.learner.sharded import Sharded, _Copied
-from agentgym.models.architecture import file_name
+from agentgym.learner.sharded import Sharded, T
 from agentgym.models.model import materialize
-from agentgym.models.tensorfiles import TensorFile
 
 ALL_GATHER = torch.ops.c10d._allgather_base_.default
 REDUCE_SCATTER = torch.ops.c10d._reduce_scatter_base_.default
@@ -258,12 +255,8 @@ class PaperRank(_Paper, Sharded):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
 
-    def snapshot(self, tensors: Mapping[str, Tensor], name: str) -> dict[str, TensorFile]:
-        """Return the files that this rank plans to write; the other ranks do not exist."""
-        copied, planner = _Copied(), DefaultSavePlanner(False, False)
-        planner.set_up_planner(dict(tensors), None, self.rank == 0)
-        copied.write_data(planner.create_local_plan(), planner)
-        return {file_name(name, self.rank, self.size): TensorFile(copied.parts)}
+    def _together(self, work: Callable[[], T]) -> T:
+        return work()  # the other ranks do not exist
 
 
 class PaperHost(HostMemory):
