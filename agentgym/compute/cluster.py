@@ -179,13 +179,19 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
     Errors: RayUnreachable; ConfigError without Ray or for a malformed address; RuntimeError if
     another block of this process is connected.
     """
+    try:
+        import ray
+    except ImportError as error:
+        raise ConfigError(
+            f"compute ray needs Ray ({error}); install it from the"
+            " checkout: pip install -e '.[cluster]'"
+        ) from None
     if not _in_use.acquire(blocking=False):
         raise RuntimeError(
             "another step of this process runs on Ray, which knows one cluster per process; run"
             " them one after the other"
         )
     try:
-        ray = _import_ray()
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         with (
@@ -220,17 +226,6 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
                 ray.shutdown()
     finally:
         _in_use.release()
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ConfigError(
-            f"compute ray needs Ray ({error}); install it from the"
-            " checkout: pip install -e '.[cluster]'"
-        ) from None
-    return ray
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:

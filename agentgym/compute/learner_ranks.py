@@ -10,15 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from agentgym.algorithms.batch import Batch, Experience
+from agentgym.algorithms.batch import Experience
 from agentgym.compute.transfer import (
     SLACK_S,
     BroadcastSender,
@@ -31,7 +30,6 @@ from agentgym.compute.transfer import (
     node_address,
     put,
 )
-from agentgym.config import PolicyGradientConfig
 from agentgym.learner.learner import LocalLearner
 from agentgym.learner.start import LearnerPlan
 from agentgym.models.model import set_threads
@@ -41,6 +39,7 @@ from agentgym.store.runstore import StorePlace
 from agentgym.types import EngineMismatch
 
 logger = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 VERDICT_S = 10.0  # after one rank failed, for the others to report
@@ -61,7 +60,7 @@ class LearnerRank:
         self._meeting: Any = None
         self._learner: Any = None
         self._snapshot: Any = None
-        self._writing: Any = None
+        self._writing: Future[dict[str, Blob]]
         self._writer = ThreadPoolExecutor(1, "write")
 
     def where(self) -> str:
@@ -104,10 +103,7 @@ class LearnerRank:
 
     def written(self) -> dict[str, Blob] | None:
         """Return the blobs by name; None while they are written. Errors: those of the write."""
-        if not self._writing.done():
-            return None
-        blobs: dict[str, Blob] = self._writing.result()
-        return blobs
+        return self._writing.result() if self._writing.done() else None
 
     def export(self, version: int) -> InObjectStore | None:
         """Put the whole weights into the object store. Return the delivery on rank 0, else None."""
@@ -192,6 +188,21 @@ class RanksSnapshot:
             raise RankLost(f"a rank of the learner was lost: {first_line(error)}") from None
 
 
+def _on_every_rank(
+    method: Callable[Concatenate[LocalLearner, P], T],
+) -> Callable[Concatenate[RayLearner, P], T]:
+    """Return a method that calls the learner's on every rank and returns rank 0's result."""
+
+    def call(learner: RayLearner, /, *arguments: P.args, **named: P.kwargs) -> T:
+        import ray
+
+        shared = [ray.put(argument) for argument in arguments]
+        calls = [actor.call.remote(method.__name__, *shared, **named) for actor in learner.actors]
+        return cast(T, learner.gather(calls)[0])
+
+    return call
+
+
 class RayLearner:
     """A `Learner` spread over ranks. Every call is one call of all ranks; an error ends all ranks.
     Errors of every call: RankLost; a rank's EngineMismatch, FloatingPointError or ValueError.
@@ -199,7 +210,7 @@ class RayLearner:
 
     def __init__(self, actors: Sequence[Any], *, start_timeout_s: float, timeout_s: float) -> None:
         """Keep the ranks for `join`. Limits: start_timeout_s until all run; timeout_s of a call."""
-        self._actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
+        self.actors, self._start_timeout_s, self._timeout_s = actors, start_timeout_s, timeout_s
         self._where = ["not started yet"] * len(actors)
         self._snapshot: RanksSnapshot | None = None  # the last one
 
@@ -212,51 +223,31 @@ class RayLearner:
         """
         import ray
 
-        where = [actor.where.remote() for actor in self._actors]
-        self._where = self._gather(where, self._start_timeout_s)
+        where = [actor.where.remote() for actor in self.actors]
+        self._where = self.gather(where, self._start_timeout_s)
         rendezvous = (
-            self._gather([self._actors[0].serve.remote()])[0]
+            self.gather([self.actors[0].serve.remote()])[0]
             if folder is None
             else folder / f"ranks-{secrets.token_hex(8)}"
         )
         shared = ray.put(plan)
-        joined = [actor.join.remote(rendezvous, shared) for actor in self._actors]
-        self._gather(joined, self._timeout_s + plan.size / MIN_BYTES_PER_S)
+        joined = [actor.join.remote(rendezvous, shared) for actor in self.actors]
+        self.gather(joined, self._timeout_s + plan.size / MIN_BYTES_PER_S)
         ranks = [f"rank {rank} is {where}" for rank, where in enumerate(self._where)]
         logger.info("learner: %s", "; ".join(ranks))
 
-    def peak_tflops(self, of_device: float | None) -> float | None:
-        return self._call(LocalLearner.peak_tflops, of_device)
-
-    def score(self, batch: Batch) -> Tensor:
-        return self._call(LocalLearner.score, batch)
-
-    def score_reference(self, batch: Batch) -> Tensor:
-        return self._call(LocalLearner.score_reference, batch)
-
-    def drop_reference(self) -> None:
-        self._call(LocalLearner.drop_reference)
-
-    def prepare(self, batch: Batch, algorithm: PolicyGradientConfig, *, step: int) -> Experience:
-        return self._call(LocalLearner.prepare, batch, algorithm, step=step)
-
-    def update(
-        self, experience: Experience, algorithm: PolicyGradientConfig, *, step: int, seed: int
-    ) -> tuple[Experience, dict[str, float]]:
-        return self._call(LocalLearner.update, experience, algorithm, step=step, seed=seed)
-
-    def sft_step(self, batch: Batch, *, step: int) -> dict[str, float]:
-        return self._call(LocalLearner.sft_step, batch, step=step)
-
-    def dpo_step(
-        self, batch: Batch, reference: Tensor, *, beta: float, label_smoothing: float, step: int
-    ) -> dict[str, float]:
-        options = {"beta": beta, "label_smoothing": label_smoothing, "step": step}
-        return self._call(LocalLearner.dpo_step, batch, reference, **options)
+    peak_tflops = _on_every_rank(LocalLearner.peak_tflops)
+    score = _on_every_rank(LocalLearner.score)
+    score_reference = _on_every_rank(LocalLearner.score_reference)
+    drop_reference = _on_every_rank(LocalLearner.drop_reference)
+    prepare = _on_every_rank(LocalLearner.prepare)
+    update = _on_every_rank(LocalLearner.update)
+    sft_step = _on_every_rank(LocalLearner.sft_step)
+    dpo_step = _on_every_rank(LocalLearner.dpo_step)
 
     def snapshot(self, with_optimizer: bool = True) -> RanksSnapshot:
-        sizes = self._gather([actor.snapshot.remote(with_optimizer) for actor in self._actors])
-        self._snapshot = RanksSnapshot(self._actors, sizes, self._timeout_s)
+        sizes = self.gather([actor.snapshot.remote(with_optimizer) for actor in self.actors])
+        self._snapshot = RanksSnapshot(self.actors, sizes, self._timeout_s)
         return self._snapshot
 
     def close(self) -> None:
@@ -269,22 +260,12 @@ class RayLearner:
         transport: "object_store", or any other for broadcasts; timeout_s: limit of a broadcast.
         """
         if transport == "object_store":
-            stored: InObjectStore
-            stored = self._gather([actor.export.remote(version) for actor in self._actors])[0]
-            return stored
-        kept = self._gather([actor.keep.remote(version, timeout_s) for actor in self._actors])[0]
-        return BroadcastSender(self._actors[0], kept)
+            exported = self.gather([actor.export.remote(version) for actor in self.actors])
+            return cast(InObjectStore, exported[0])
+        kept = self.gather([actor.keep.remote(version, timeout_s) for actor in self.actors])[0]
+        return BroadcastSender(self.actors[0], kept)
 
-    def _call(self, method: Callable[..., T], *arguments: Any, **named: Any) -> T:
-        """Call a method of the learner on every rank. Result: rank 0's. Errors: see `_gather`."""
-        import ray
-
-        shared = [ray.put(argument) for argument in arguments]
-        calls = [actor.call.remote(method.__name__, *shared, **named) for actor in self._actors]
-        result: T = self._gather(calls)[0]
-        return result
-
-    def _gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
+    def gather(self, references: list[Any], timeout_s: float | None = None) -> list[Any]:
         """Return each rank's answer, in order. End all ranks after a failure or the deadline: the
         others may wait in an exchange that the failed one never enters.
         timeout_s: None: the limit of one call.
@@ -311,7 +292,7 @@ class RayLearner:
                 deadline = min(deadline, time.monotonic() + VERDICT_S)
         if not failures and not waiting:
             return [results[rank] for rank in range(len(references))]
-        end(self._actors)
+        end(self.actors)
         causes = {rank: cause_of(error) for rank, error in failures.items()}
         for cause in causes.values():
             if isinstance(cause, EngineMismatch | FloatingPointError | ValueError):

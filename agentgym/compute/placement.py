@@ -5,10 +5,10 @@ Callers need not know which.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import agentgym.rollouts.engine as inline
 from agentgym.compute.learner_ranks import RayLearner
@@ -19,24 +19,15 @@ from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.rollouts.engine import RolloutRequest
 from agentgym.rollouts.policies.engines import why_merged
-from agentgym.types import Endpoints, EngineUsage, Item, Trajectory
+from agentgym.types import Endpoints, Item, Trajectory
+
+if TYPE_CHECKING:
+    from agentgym.compute.rollout_workers import RayEngine
 
 logger = logging.getLogger(__name__)
 
-
 Learner = LocalLearner | RayLearner
-
-
-class Engine(Protocol):
-    """Protocol of an engine, which plays episodes in this process or in Ray actors."""
-
-    def collect(
-        self, request: RolloutRequest, progress: Callable[[int], None] = ...
-    ) -> list[Trajectory]: ...
-
-    # learner: of the same `open_compute`; result: the canary's difference, nats
-    def publish(self, learner: Any, version: int) -> float: ...
-    def usage(self) -> EngineUsage: ...
+Engine: TypeAlias = "inline.LocalEngine | RayEngine"
 
 
 def num_accelerators(cfg: RunConfig) -> float:

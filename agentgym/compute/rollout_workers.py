@@ -10,11 +10,11 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 
-from agentgym.compute.learner_ranks import RankLost, RayLearner
+from agentgym.compute.learner_ranks import RankLost
 from agentgym.compute.transfer import SLACK_S, Sender, cause_of, end, first_line
 from agentgym.compute.worker import WorkerPlan
 from agentgym.models.checkpoint import Checkpoint
@@ -92,7 +92,6 @@ class RayEngine:
         self._publish_s = max(self._patience_s, 2 * rollout.publish_timeout_s + SLACK_S)
 
     def start(self) -> None:
-
         async def all_of_them() -> None:
             await asyncio.gather(*(self._bring_up(index) for index in range(self._num_workers)))
 
@@ -154,9 +153,9 @@ class RayEngine:
         answers = await asyncio.gather(*map(ask, tuple(self.workers)))
         return {worker: answer for worker, answer in answers if answer is not None}
 
-    def publish(self, learner: RayLearner, version: int) -> float:
+    def publish(self, learner: Any, version: int) -> float:
         """Send rank 0's weights as `version` to every worker, then compare their scores of the
-        canary with the learner's. Result: the largest difference, nats.
+        canary with the learner's. Result: the largest difference, nats. learner: a `RayLearner`.
         Errors: EngineMismatch, WorkersLost, RankLost, TransportBroken.
         """
         import ray
@@ -242,8 +241,7 @@ class RayEngine:
         try:
             while not (await asyncio.wait((episode,), timeout=self._patience_s))[0]:
                 await _within(worker.actor.usage.remote(), self._patience_s)
-            played: tuple[Trajectory, list[Trajectory]] = await episode
-            return played
+            return cast(tuple[Trajectory, list[Trajectory]], await episode)
         finally:
             episode.cancel()  # if the worker is lost or the rollouts are abandoned
 

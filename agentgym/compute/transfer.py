@@ -49,8 +49,7 @@ class InObjectStore:
     def _opened(self, stored: np.ndarray[Any, Any]) -> dict[str, Tensor]:
         arrived = hashlib.sha256(stored.data).hexdigest()
         require_arrived(arrived, self.digest, self.version, node_address())
-        opened: dict[str, Tensor] = load_safetensors(stored.tobytes())
-        return opened
+        return dict(load_safetensors(stored.tobytes()))
 
     def open(self, num_receivers: Sequence[int]) -> tuple[list[Delivery], None]:
         """Return this delivery for each entry of `num_receivers`, and None: no call sends it."""

@@ -114,15 +114,11 @@ class Dealt:
         self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
         self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
-        options: dict[str, Any] = {
-            "tokens": tokens,
-            "unit": unit,
-            "padded": ranks.device.type == "cpu",
-        }
+        options: dict[str, Any] = {"tokens": tokens, "padded": ranks.device.type == "cpu"}
         if self._prefixes is not None:
             options["shared"] = self._prefixes.shared
         self.ranks = [
-            list(micro_batches(self._lengths, of_rank, **options))
+            list(micro_batches(self._lengths, of_rank, unit=unit, **options))
             for of_rank in deal(self._lengths, sequences, num_ranks=ranks.size, unit=unit)
         ]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,13 +59,6 @@ class RolloutRequest:
             seed=self.seed,
             read_last=self.read_last,
         )
-
-
-class HasWeights(Protocol):
-    """The part of a learner that an engine uses."""
-
-    def weights(self) -> dict[str, Tensor]: ...
-    def score(self, batch: Batch) -> Tensor: ...
 
 
 @dataclass
@@ -117,9 +110,10 @@ class LocalEngine:
         self.canary.take(trajectories)
         return trajectories
 
-    def publish(self, learner: HasWeights, version: int) -> float:
+    def publish(self, learner: Any, version: int) -> float:
         """Copy the learner's weights to the policy, as this version, and check that they arrived.
         Return the root mean square difference of their log-probabilities, in nats.
+        learner: a `LocalLearner`.
         Errors: EngineMismatch; ValueError if the version does not grow or the weights do not fit.
         """
         delivery = InProcess(learner.weights(), version)
