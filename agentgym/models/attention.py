@@ -8,10 +8,9 @@ Shapes: N tokens, H query heads, KV key and value heads of size D, B sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from inspect import signature
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -42,6 +41,8 @@ GROUP_SEQUENCES = 16  # attended to in one call; fewer need less padding, more n
 
 class Layout(Protocol):
     """Assignment of packed tokens to sequences; computes the attention within each sequence."""
+
+    position: Tensor  # [N] of each token in its sequence
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
@@ -94,14 +95,21 @@ def _ragged_attention(
         unknown.append("dropout while training")
     if unknown:
         raise ValueError(f"{type(module).__name__} attends with {', '.join(unknown)}, unsupported")
-    layer = module.layer_idx
-    assert isinstance(layer, int)
-    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    layer: Any = module.layer_idx
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     variant = Variant(scaling, sliding_window, softcap)
-    return layout.attend(layer, packed[0], packed[1], packed[2], variant).unsqueeze(0), None
+    return layout.attend(layer, query, key, value, variant).unsqueeze(0), None
 
 
 AttentionInterface.register(RAGGED, _ragged_attention)
+
+
+def run_packed(network: Any, ids: Tensor, layout: Layout, **options: Any) -> Any:
+    """Return the output of a model or decoder for packed tokens, as a batch of one. ids: [N]."""
+    positions = layout.position[None]
+    return network(
+        input_ids=ids[None], position_ids=positions, use_cache=False, layout=layout, **options
+    )
 
 
 def leave_uncompiled() -> None:
@@ -152,12 +160,6 @@ def attend_padded(
     scores = variant.softcap * torch.tanh(query @ key.transpose(2, 3) * scaling / variant.softcap)
     scores = scores.masked_fill(~mask, float("-inf"))
     return torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype) @ value
-
-
-@cache
-def _takes_groups(kernel: Callable[..., Any]) -> bool:
-    """Return True if a kernel has the flag `enable_gqa` (for H > KV). Torch 2.11 needs no flag."""
-    return "enable_gqa" in signature(kernel).parameters
 
 
 def has_kernel(query: Tensor, variant: Variant) -> bool:
@@ -244,7 +246,6 @@ class PackedSequences:
         from torch.nn.attention.varlen import varlen_attn
 
         begins, starts = self._bounds
-        grouped: Any = {"enable_gqa": query.shape[1] != key.shape[1]}
         attended = varlen_attn(
             query,
             self.whole(key),
@@ -257,7 +258,7 @@ class PackedSequences:
             # number of further keys that a query sees before and after its own, with the last
             # query at the last key; -1: all
             window_size=(-1 if variant.window is None else variant.window - 1, 0),
-            **(grouped if _takes_groups(varlen_attn) else {}),
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         assert isinstance(attended, Tensor)
         return attended

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from agentgym.models.architecture import unsupported
-from agentgym.models.attention import RAGGED, PackedSequences
+from agentgym.models.attention import RAGGED, PackedSequences, run_packed
 from agentgym.models.cache import CachedRows, KeyValueCache
 from agentgym.models.networks import head_logits
 
@@ -217,14 +217,8 @@ def _own(model: PreTrainedModel, sequences: list[Tensor], attention: str) -> Ten
 def _learner(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
     """Log-probabilities [N, V] of the learner's forward, the sequences end to end."""
     starts = torch.tensor([0, *accumulate(map(len, sequences))], device=sequences[0].device)
-    layout = PackedSequences(starts)
-    hidden = model.get_decoder()(
-        input_ids=torch.cat(sequences)[None],
-        position_ids=layout.position[None],
-        use_cache=False,
-        layout=layout,
-    ).last_hidden_state[0]
-    return torch.log_softmax(head_logits(model, hidden).float(), -1)
+    output = run_packed(model.get_decoder(), torch.cat(sequences), PackedSequences(starts))
+    return torch.log_softmax(head_logits(model, output.last_hidden_state[0]).float(), -1)
 
 
 def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
@@ -240,14 +234,10 @@ def _engine(model: PreTrainedModel, sequences: list[Tensor]) -> Tensor:
         ids = torch.cat(
             [sequence[start:end] for sequence, (start, end) in zip(sequences, wave, strict=True)]
         )
-        logits = model(
-            input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
-        ).logits[0]
+        logits = run_packed(model, ids, layout).logits[0]
         for part, logits_of_sequence in zip(parts, logits.split(new), strict=True):
             part.append(logits_of_sequence)
-    return torch.log_softmax(
-        torch.cat([wave_logits for part in parts for wave_logits in part]).float(), -1
-    )
+    return torch.log_softmax(torch.cat([*chain.from_iterable(parts)]).float(), -1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from agentgym.algorithms.batch import Batch
-from agentgym.models.attention import PackedSequences, leave_uncompiled, require_ragged
+from agentgym.models.attention import PackedSequences, leave_uncompiled, require_ragged, run_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -153,10 +153,8 @@ def _states(decoder: Any, batch: Batch, share: bool) -> tuple[Tensor, Tensor]:
         shared = Prefixes(batch.input_ids, batch.starts).of(range(batch.num_sequences))
     layout = PackedSequences(batch.starts, shared)
     ids = batch.input_ids if layout.computed is None else batch.input_ids[layout.computed]
-    hidden = decoder(
-        input_ids=ids[None], position_ids=layout.position[None], use_cache=False, layout=layout
-    )
-    return layout.whole(hidden.last_hidden_state[0]), batch.action_mask.nonzero()[:, 0]
+    hidden = run_packed(decoder, ids, layout).last_hidden_state[0]
+    return layout.whole(hidden), batch.action_mask.nonzero()[:, 0]
 
 
 def blocks(network: nn.Module) -> list[nn.Module]:

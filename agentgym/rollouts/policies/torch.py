@@ -25,7 +25,7 @@ from torch import Tensor
 
 from agentgym.config import RunConfig
 from agentgym.defaults import return_memory
-from agentgym.models.attention import PackedSequences, require_ragged
+from agentgym.models.attention import PackedSequences, require_ragged, run_packed
 from agentgym.models.cache import CachedRows, KeyValueCache
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.fidelity import TORCH, Tolerances
@@ -188,13 +188,7 @@ class TorchPolicy:
         layout = PackedSequences(starts.to(device))
         ids = torch.tensor([token for sequence in sequences for token in sequence], device=device)
         with torch.inference_mode():
-            answer = self._model(
-                input_ids=ids[None],
-                position_ids=layout.position[None],
-                use_cache=False,
-                layout=layout,
-            )
-            logits = answer.logits[0].float()
+            logits = run_packed(self._model, ids, layout).logits[0].float()
             scores = torch.log_softmax(logits[:-1], -1).gather(1, ids[1:, None])[:, 0].cpu()
             return [scores[int(a) : int(b) - 1].clone() for a, b in pairwise(starts)]
 
@@ -357,13 +351,7 @@ class TorchPolicy:
         )
         device = self._device
         packed = torch.tensor([token for ids in fed for token in ids], device=device)
-        logits = self._model(
-            input_ids=packed[None],
-            position_ids=layout.position[None],
-            use_cache=False,
-            layout=layout,
-            logits_to_keep=layout.last,
-        ).logits[0]
+        logits = run_packed(self._model, packed, layout, logits_to_keep=layout.last).logits[0]
         tokens, logprobs = sample(
             logits.float(),
             torch.tensor([request.sampling.temperature for request in active], device=device),
