@@ -47,10 +47,8 @@ class KeyValueCache:
         A dimension that must grow at least doubles, up to its limit.
         """
         slots, tokens = before = self.size
-        self.size = (
-            _grown(slots, num_slots, self._most[0]),
-            _grown(tokens, num_tokens, self._most[1]),
-        )
+        most_slots, most_tokens = self._most
+        self.size = _grown(slots, num_slots, most_slots), _grown(tokens, num_tokens, most_tokens)
         if self.size == before:
             return
         for layers in (self.keys, self.values):
@@ -127,9 +125,8 @@ class CachedRows:
                 members = alike[first : first + GROUP_SEQUENCES]
                 num_new = max(new[index] for index in members)
                 length = max(cached[index] + new[index] for index in members)
-                self._groups.append(
-                    _SlotGroup(sequences[:, members], num_new=num_new, length=length)
-                )
+                group = _SlotGroup(sequences[:, members], num_new=num_new, length=length)
+                self._groups.append(group)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, variant: Variant
@@ -159,9 +156,8 @@ class _SlotGroup:
         """
         slots, starts, cached, new = sequences
         self._slots, self._length = slots, length
-        column = torch.minimum(
-            torch.arange(num_new, device=slots.device), (new - 1)[:, None]
-        )  # [R, T]
+        # [R, T]
+        column = torch.minimum(torch.arange(num_new, device=slots.device), (new - 1)[:, None])
         self.token = (starts[:, None] + column).flatten()  # packed indices of the padded tokens
         self._query_position = (cached[:, None] + column)[:, None]
         # [R, 1, T, L]

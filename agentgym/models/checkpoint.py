@@ -28,12 +28,7 @@ from agentgym.models.model import (
     weights_of,
     write_tokenizer,
 )
-from agentgym.models.tensorfiles import (
-    Snapshot,
-    StoredTensors,
-    TensorFile,
-    export_tensors,
-)
+from agentgym.models.tensorfiles import Snapshot, StoredTensors, TensorFile, export_tensors
 from agentgym.store.manifest import BlobMissing, Digest, Manifest
 from agentgym.store.runstore import RunStore
 
@@ -100,11 +95,9 @@ def new_checkpoint(
     files = tokenizer_files(tokenizer)
     if chat != DEFAULT_CHAT:
         files[CHAT] = chat.model_dump_json()
-    text = json.dumps(files, sort_keys=True).encode()
-    architecture = model.config.to_json_string()
-    return Checkpoint(
-        tokenizer, _renderer(tokenizer, files, architecture), architecture, text, model
-    )
+    text, architecture = json.dumps(files, sort_keys=True).encode(), model.config.to_json_string()
+    renderer = _renderer(tokenizer, files, architecture)
+    return Checkpoint(tokenizer, renderer, architecture, text, model)
 
 
 def _renderer(
@@ -190,10 +183,8 @@ def adapter_of(store: RunStore, manifest: Manifest) -> Adapter | None:
             f" {record.base_weights[:12]} of step {record.base_step} ({record.base_key[:12]}),"
             " which are not in the store; run that step again"
         )
-    weights, stored = (
-        StoredTensors.of(store, base, WEIGHTS),
-        StoredTensors.of(store, manifest, ADAPTER),
-    )
+    weights = StoredTensors.of(store, base, WEIGHTS)
+    stored = StoredTensors.of(store, manifest, ADAPTER)
     return Adapter(weights, record.rank, record.alpha, record.target_modules, stored=stored)
 
 

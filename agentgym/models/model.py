@@ -298,12 +298,11 @@ def tokenizer_from_files(files: TokenizerFiles) -> PreTrainedTokenizerBase:
 
 def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     """Write a tokenizer's files; none, but raise ValueError, if no tokenizer has one of them."""
-    for name in files:
-        if name not in TOKENIZER_NAMES:
-            raise ValueError(
-                f"a tokenizer has no file {name[:80]!r}; expected some of"
-                f" {', '.join(sorted(TOKENIZER_NAMES))}"
-            )
+    for name in sorted(files.keys() - TOKENIZER_NAMES):
+        raise ValueError(
+            f"a tokenizer has no file {name[:80]!r}; expected some of"
+            f" {', '.join(sorted(TOKENIZER_NAMES))}"
+        )
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
 
@@ -344,11 +343,9 @@ def empty_model(architecture: str, dtype: torch.dtype = torch.float32) -> PreTra
 
 def materialize(module: nn.Module, device: torch.device) -> None:
     """Allocate memory on `device`, uninitialized, for the parameters on the meta device."""
-
-    def allocated(parameter: Tensor) -> Tensor:
-        return torch.empty_like(parameter, device=device) if parameter.is_meta else parameter
-
-    change_parameters(module, allocated)
+    change_parameters(
+        module, lambda part: torch.empty_like(part, device=device) if part.is_meta else part
+    )
 
 
 def change_parameters(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:

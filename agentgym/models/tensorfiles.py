@@ -103,12 +103,11 @@ def _header(parts: Mapping[str, Part]) -> bytes:
     the order in which the file has their values.
     """
     tree: dict[str, Any] = {}
-    split = {
+    if split := {
         name: [part.shape, part.first_row]
         for name, part in parts.items()
-        if tuple(part.tensor.shape) != part.shape
-    }
-    if split:  # metadata is text, so this is JSON inside JSON
+        if part.tensor.shape != part.shape
+    }:  # metadata is text, so this is JSON inside JSON
         tree["__metadata__"] = {PARTS: json.dumps(split, separators=(",", ":"))}
     end = 0
     for name, part in parts.items():

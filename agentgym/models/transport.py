@@ -116,14 +116,10 @@ def require_arrived(arrived: str, sent: str, version: int, where: str) -> None:
     version, where: version of the weights and name of the receiver, for the error.
     """
     if arrived != sent:
+        came, went = (digest.removeprefix(SUMS)[:12] for digest in (arrived, sent))
         raise EngineMismatch(
-            f"weights version {version} arrived at {where} with digest {_short(arrived)}, sent was"
-            f" {_short(sent)}"
+            f"weights version {version} arrived at {where} with digest {came}, sent was {went}"
         )
-
-
-def _short(digest: str) -> str:
-    return digest.removeprefix(SUMS)[:12]
 
 
 def require_newer(version: int, current: int) -> None:
@@ -364,7 +360,10 @@ class Broadcast:
         else:
             kind = dist.ProcessGroupGloo
             options = kind._Options()
-            options._devices = [_gloo_device()]
+            name, gloo = os.environ.get("GLOO_SOCKET_IFNAME"), dist.ProcessGroupGloo
+            options._devices = [
+                gloo.create_device(interface=name) if name else gloo.create_default_device()
+            ]
         options._timeout = self._limit
         return kind(store, self.rank, self.size, options)
 
@@ -386,16 +385,8 @@ def serve(host: str, size: int, timeout: datetime.timedelta) -> tuple[Any, tuple
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listener:
         port, descriptor = listener.getsockname()[1], listener.detach()
-    store = TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=descriptor,
-    )
-    return store, (host, port)
+    options = {"wait_for_workers": False, "master_listen_fd": descriptor}
+    return TCPStore(host, port, size, True, timeout=timeout, **options), (host, port)
 
 
 def meet(meeting_place: Place, size: int, timeout: datetime.timedelta) -> Any:
@@ -425,15 +416,6 @@ def use_interface_of(address: str) -> None:
     name = interface_of(address)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if name else ():
         os.environ.setdefault(variable, name)
-
-
-def _gloo_device() -> Any:
-    name = os.environ.get("GLOO_SOCKET_IFNAME")
-    return (
-        dist.ProcessGroupGloo.create_device(interface=name)
-        if name
-        else dist.ProcessGroupGloo.create_default_device()
-    )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -61,23 +61,13 @@ class EnvError(RuntimeError):
     """
 
     def __init__(self, endpoint: str, route: str, session_id: str, kind: str, message: str) -> None:
+        self.endpoint, self.route, self.kind, self.message = endpoint, route, kind, plain(message)
         # shorten the id, because the whole one is a credential for the session
-        session = f" session {session_id[:8]}" if session_id else ""
-        message = plain(message)
-        super().__init__(f"{endpoint}{route}{session}: {kind}: {message}")
-        self.endpoint = endpoint
-        self.route = route
-        self.kind = kind
-        self.message = message
+        super().__init__(endpoint, route, session_id[:8], kind, self.message)
 
-    def __reduce__(self) -> tuple[Any, ...]:  # rollout workers send their errors to the driver
-        return _revived, (str(self), self.__dict__)
-
-
-def _revived(text: str, fields: dict[str, str]) -> EnvError:
-    error = EnvError.__new__(EnvError, text)
-    error.__dict__.update(fields)
-    return error
+    def __str__(self) -> str:
+        session = f" session {self.args[2]}" if self.args[2] else ""
+        return f"{self.endpoint}{self.route}{session}: {self.kind}: {self.message}"
 
 
 class Retryable(Exception):
@@ -127,7 +117,7 @@ class EnvClient:
     async def __aexit__(self, *_: object) -> None:
         for waiting in self._waiting.values():
             nobody_waits(waiting)
-            waiting.clear()
+        self._waiting.clear()
         tasks = [task for bundles in self._under_way.values() for task in bundles]
         for task in tasks:
             task.cancel()
@@ -290,8 +280,7 @@ class EnvSession:
         reply = await self._client.ask(
             self.endpoint, "/step", StepReply, request, session_id=self._id
         )
-        self.turn = reply.turn
-        self.observation = reply.observation
+        self.turn, self.observation = reply.turn, reply.observation
         return reply
 
     async def expert(self) -> str:
@@ -325,13 +314,9 @@ class EnvSession:
         """Close the session, tried once. A failure is only logged: servers end idle sessions."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                options: dict[str, Any] = {"session_id": self._id, "max_retries": 0}
                 await self._client.ask(
-                    self.endpoint,
-                    "/close",
-                    CloseReply,
-                    self._as_request,
-                    session_id=self._id,
-                    max_retries=0,
+                    self.endpoint, "/close", CloseReply, self._as_request, **options
                 )
         except (EnvError, TimeoutError) as error:
             logger.info("session left to the server's reaper: %s", error)

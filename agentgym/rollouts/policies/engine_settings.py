@@ -5,11 +5,11 @@ the arguments and environment variables that vLLM is started with.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -39,11 +39,6 @@ class EngineSettings:
     adapter: dict[str, Any] | None  # settings of peft's LoraConfig
     context_tokens: int
     num_slots: int
-
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any]) -> Self:
-        layout = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tree["layout"].items()}
-        return cls(**{**tree, "layout": layout, "stop_ids": tuple(tree["stop_ids"])})
 
     @property
     def kind(self) -> str:

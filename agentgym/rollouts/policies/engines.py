@@ -120,15 +120,13 @@ def installed(python: str, package: str) -> bool:
     """Return True if an interpreter finds a package. Errors: ConfigError if it does not run."""
     if python == sys.executable:
         return find_spec(package) is not None
-    is_there: bool = _asked(python, "importlib.util.find_spec(sys.argv[1]) is not None", package)
-    return is_there
+    return bool(_asked(python, "importlib.util.find_spec(sys.argv[1]) is not None", package))
 
 
 def versions_in(python: str, packages: Sequence[str]) -> dict[str, str]:
     """Return name -> version of those packages that an interpreter has. Errors: see `installed`."""
     if python != sys.executable:
-        versions: dict[str, str] = _asked(python, VERSIONS, *packages)
-        return versions
+        return dict(_asked(python, VERSIONS, *packages))
     lookups = ((name, next(iter(distributions(name=name)), None)) for name in packages)
     return {name: package.version for name, package in lookups if package}
 

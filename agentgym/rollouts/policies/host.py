@@ -22,6 +22,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
 
+from pydantic import TypeAdapter
+
 from agentgym.deploy.owned import end_with_owner
 from agentgym.models.transport import FromProcess
 from agentgym.rollouts.policies.engine_settings import EngineSettings
@@ -40,6 +42,8 @@ from agentgym.types import Delivery, Policy, SampleKey, Sampling
 
 logger = logging.getLogger(__name__)
 
+# JSON has lists in place of tuples
+SETTINGS, DELIVERY = TypeAdapter(EngineSettings), TypeAdapter(FromProcess)
 DOOR_S = 30.0  # for a client to send its versions
 WHOLE_END_S = 2.0  # for an engine to end in order; shorter than the owner's wait
 
@@ -205,7 +209,7 @@ class Session:
             host.ending.cancel()
             await asyncio.wait([host.ending])
         self._digest, self._version = digest, version
-        wanted = EngineSettings.from_json(settings)
+        wanted = SETTINGS.validate_python(settings)
         if host.engine is None or host.settings is None or not host.settings.serves(wanted):
             await host.drop()
             return "model"
@@ -225,18 +229,18 @@ class Session:
 
     async def start(self, settings: dict[str, Any], folder: str) -> str:
         """Start an engine from a folder of `write_model`. Result: see `begin`."""
-        wanted = EngineSettings.from_json(settings)
+        wanted = SETTINGS.validate_python(settings)
         self._starting = asyncio.create_task(self._host.start(wanted, Path(folder)))
         await asyncio.shield(self._starting)
         return await self._begun()
 
     async def first(self, delivery: dict[str, Any]) -> None:
         """Begin the session with these weights. Errors: those of `Policy.publish`."""
-        sent = _delivery(delivery)
+        sent = DELIVERY.validate_python(delivery)
         await self._engine.begin(sent.digest, sent.version, sent)
 
     async def publish(self, delivery: dict[str, Any]) -> None:
-        await self._engine.publish(_delivery(delivery))
+        await self._engine.publish(DELIVERY.validate_python(delivery))
 
     async def generate(self, prompt_ids: list[int], sampling: list[Any]) -> list[Any]:
         """Sample one action. sampling: the fields of a `Sampling`, its key as a list.
@@ -263,11 +267,6 @@ class Session:
 CALLS = frozenset(
     {"ping", "begin", "start", "first", "publish", "generate", "score", "usage", "sleep", "wake"}
 )
-
-
-def _delivery(tree: dict[str, Any]) -> FromProcess:
-    layout = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tree["layout"].items()}
-    return FromProcess(**{**tree, "layout": layout})
 
 
 async def _run(folder: Path, host: Host) -> None:

@@ -335,8 +335,7 @@ class VllmPolicy:
         """Call a `WeightReceiver` method in each process; return results. Errors: see `_within`."""
         limit = self._publish_timeout_s
         answer = self._engine.collective_rpc(method, timeout=limit, args=arguments)
-        answers: list[Any] = await self._within(method, answer)
-        return answers
+        return list(await self._within(method, answer))
 
     async def _within(self, what: str, answer: Awaitable[T]) -> T:
         """Wait for the engine's answer within the time limit. what: the call's name, for errors.
