@@ -58,6 +58,9 @@ class Recipe:
         return self.advantages == "grpo"
 
 
+# the KL penalty is a part of the reward
+_IN_REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_place": "reward"}
+
 RECIPES: dict[str, Recipe] = {
     # DeepSeekMath, arXiv:2402.03300; token-mean over the global batch as in DAPO, arXiv:2503.14476
     "grpo": Recipe("grpo", "ppo_clip", needs_groups=True),
@@ -71,37 +74,20 @@ RECIPES: dict[str, Recipe] = {
     ),
     # arXiv:2506.13585: the importance weight is clipped, and every token keeps its gradient
     "cispo": Recipe("grpo", "cispo", needs_groups=True, settings="clipped_weight"),
-    # arXiv:2402.14740; the KL penalty is a part of the reward
-    "rloo": Recipe("rloo", "ppo_clip", needs_groups=True, kl_estimator="k1", kl_place="reward"),
+    # arXiv:2402.14740
+    "rloo": Recipe("rloo", "ppo_clip", needs_groups=True, **_IN_REWARD),
     # arXiv:2501.03262
     "reinforce++": Recipe(
-        "reinforce++",
-        "ppo_clip",
-        needs_groups=False,
-        settings="discounted",
-        kl_estimator="k1",
-        kl_place="reward",
+        "reinforce++", "ppo_clip", needs_groups=False, settings="discounted", **_IN_REWARD
     ),
     "reinforce++-baseline": Recipe(
         "reinforce++-baseline", "ppo_clip", needs_groups=True, kl_estimator="k2"
     ),
     # arXiv:1707.06347, GAE arXiv:1506.02438, dual clip arXiv:1912.09729
-    "ppo": Recipe(
-        "gae",
-        "dual_clip",
-        needs_groups=False,
-        settings="actor_critic",
-        kl_estimator="k1",
-        kl_place="reward",
-    ),
+    "ppo": Recipe("gae", "dual_clip", needs_groups=False, settings="actor_critic", **_IN_REWARD),
     # PPO with turns as time steps: an action is one decision, rewarded with the observation
     "turn_ppo": Recipe(
-        "turn_gae",
-        "dual_clip",
-        needs_groups=False,
-        settings="turn_actor_critic",
-        kl_estimator="k1",
-        kl_place="reward",
+        "turn_gae", "dual_clip", needs_groups=False, settings="turn_actor_critic", **_IN_REWARD
     ),
     # more supervised learning on the demonstrations, to measure the gain of imitation alone
     "sft": Recipe("", "", needs_groups=False, settings="imitation"),

@@ -184,12 +184,8 @@ class RayEngine:
 
     def usage(self) -> EngineUsage:
         """Return the sum of all workers' usage; a lost worker counts up to its last report."""
-
-        async def all_of_them() -> EngineUsage:
-            self._usages |= await self._ask_all("usage", self._patience_s)
-            return sum(self._usages.values(), start=EngineUsage())
-
-        return self._run(all_of_them())
+        self._usages |= self._run(self._ask_all("usage", self._patience_s))
+        return sum(self._usages.values(), start=EngineUsage())
 
     def close(self) -> None:
         """Cancel unfinished rollouts, let the workers close within CLOSE_S, then kill them."""

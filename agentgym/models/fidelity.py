@@ -246,9 +246,9 @@ class Tolerance:
 
     forward: float  # nats, root mean square between two correct forwards of other shapes or kernels
     canary: float  # nats, root mean square between engine and learner right after a publish
-    mismatch_kl: float  # nats per token between engine and learner over a batch
     nats: float  # error of a logged log-probability; gap of a greedy token below the largest
     mass: float  # distance of a random number from its token's interval of probability
+    mismatch_kl: float = 0.05  # nats per token between engine and learner over a batch
     rare: float = 0.0  # share of tokens that may exceed `nats` or `mass` in an audit
     most: float = 1.0  # hard limit for these tokens, as a multiple of `nats` or `mass`
 
@@ -267,13 +267,9 @@ Tolerances = Mapping[torch.dtype, Tolerance]
 # Beyond the hard limit an audit compares with float32 arithmetic, from which the engine differed
 # by at most 0.091.
 TORCH: Tolerances = {
-    torch.float32: Tolerance(forward=1e-3, canary=1e-4, mismatch_kl=0.05, nats=1e-3, mass=1e-4),
-    torch.float16: Tolerance(
-        forward=0.05, canary=1e-3, mismatch_kl=0.05, nats=0.05, mass=4e-3, rare=0.01, most=4.0
-    ),
-    torch.bfloat16: Tolerance(
-        forward=0.3, canary=1e-2, mismatch_kl=0.05, nats=0.3, mass=0.03, rare=0.01, most=4.0
-    ),
+    torch.float32: Tolerance(forward=1e-3, canary=1e-4, nats=1e-3, mass=1e-4),
+    torch.float16: Tolerance(forward=0.05, canary=1e-3, nats=0.05, mass=4e-3, rare=0.01, most=4.0),
+    torch.bfloat16: Tolerance(forward=0.3, canary=1e-2, nats=0.3, mass=0.03, rare=0.01, most=4.0),
 }
 
 # vLLM's kernels are not the learner's, and its draws cannot be repeated (mass). Its float32
@@ -282,11 +278,7 @@ TORCH: Tolerances = {
 # tokens 0.6; smaller faults are found by the share of the learner's change that arrived, see
 # `agentgym.rollouts.engine`.
 VLLM: Tolerances = {
-    torch.float32: Tolerance(forward=3e-3, canary=1.5e-3, mismatch_kl=0.05, nats=5e-3, mass=1.0),
-    torch.float16: Tolerance(
-        forward=0.05, canary=0.05, mismatch_kl=0.05, nats=0.1, mass=1.0, rare=0.01, most=4.0
-    ),
-    torch.bfloat16: Tolerance(
-        forward=0.3, canary=0.3, mismatch_kl=0.05, nats=0.6, mass=1.0, rare=0.01, most=4.0
-    ),
+    torch.float32: Tolerance(forward=3e-3, canary=1.5e-3, nats=5e-3, mass=1.0),
+    torch.float16: Tolerance(forward=0.05, canary=0.05, nats=0.1, mass=1.0, rare=0.01, most=4.0),
+    torch.bfloat16: Tolerance(forward=0.3, canary=0.3, nats=0.6, mass=1.0, rare=0.01, most=4.0),
 }

@@ -118,8 +118,7 @@ class ValueNet(nn.Module):
         """
         super().__init__()
         require_ragged(model)
-        self._share = share_prefixes
-        self.config = model.config
+        self._share, self.config = share_prefixes, model.config
         self.body = model.get_decoder()
         like = next(self.body.parameters())
         self.head = nn.Linear(model.config.hidden_size, 1, dtype=like.dtype, device=like.device)

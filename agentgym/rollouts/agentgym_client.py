@@ -95,12 +95,9 @@ class AgentGymSession:
     """One open episode on a server. One coroutine at a time may use it."""
 
     def __init__(self, pool: AgentGymPool, endpoint: str, number: int, observation: str) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self.number, self._pool = endpoint, number, pool
         self.observation = observation  # the latest
-        self.turn = 0
-        self.number = number
-        self._pool = pool
-        self._total = 0.0
+        self.turn, self._total = 0, 0.0
 
     async def step(self, action: str) -> StepReply:
         """Send one action, only once, and return the answer; update `turn` and `observation`.
@@ -124,8 +121,7 @@ class AgentGymSession:
             total = max(total, 0.0) / shape.full
         if shape.pays_at_end and not done:
             total = self._total
-        reward = total - self._total
-        self._total = total
+        reward, self._total = total - self._total, total
         self.turn += 1
         self.observation = observation
         success = total >= 1.0 if shape.full else reward > 0

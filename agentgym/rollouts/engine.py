@@ -315,10 +315,8 @@ class Canary:
         takes_text: score the run's own text, too, because an update changes its scores most. In
         half precision, changes on any other text are smaller than rounding.
         """
-        self._limit = limit
-        self._takes_text = self._is_half = takes_text
-        self._digest = ""
-        self.sequences = canary_sequences(tokenizer)
+        self._limit, self._takes_text, self._is_half = limit, takes_text, takes_text
+        self._digest, self.sequences = "", canary_sequences(tokenizer)
 
     def sent(self, digest: str, version: int) -> None:
         """Remember the digest of published weights. Log if it equals the one before: no comparison

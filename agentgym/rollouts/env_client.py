@@ -77,8 +77,7 @@ class Retryable(Exception):
 
     def __init__(self, kind: str, message: str, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
-        self.kind = kind
-        self.retry_after_s = retry_after_s
+        self.kind, self.retry_after_s = kind, retry_after_s
 
 
 class EnvClient:
@@ -249,8 +248,7 @@ class EnvClient:
             async with self._http.request(
                 method, endpoint + route, data=data, headers=headers, allow_redirects=False
             ) as response:
-                content = await response.read()
-                status = response.status
+                content, status = await response.read(), response.status
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise Retryable("unreachable", f"{type(error).__name__} {error}".strip()) from error
         try:
@@ -268,8 +266,7 @@ class EnvSession:
         self.endpoint = endpoint
         self.observation = reply.observation  # the latest
         self.turn = 0  # number of the last action that was answered
-        self._client = client
-        self._id = reply.session_id
+        self._client, self._id = client, reply.session_id
         self._as_request = SessionRequest(session_id=reply.session_id)
 
     async def step(self, action: str) -> StepReply:

@@ -72,13 +72,10 @@ class OpenEnvSession:
     def __init__(
         self, endpoint: str, fields: Fields, socket: ClientConnection, timeout_s: float
     ) -> None:
-        self.endpoint = endpoint
+        self.endpoint, self._fields = endpoint, fields
+        self._socket, self._timeout_s = socket, timeout_s
         self.observation = ""  # the latest
-        self.turn = 0
-        self._fields = fields
-        self._socket = socket
-        self._timeout_s = timeout_s
-        self._total = 0.0
+        self.turn, self._total = 0, 0.0
 
     async def reset(self, task_id: int, episode_id: str) -> None:
         """Start a task's episode and set `observation` to its first one. Errors: EnvError.
@@ -178,8 +175,7 @@ class OpenEnvPool(ForeignPool):
     ) -> None:
         """Prepare a pool. patience_s: retry full or lost servers for at least this long."""
         super().__init__(endpoints, max_retries=max_retries)
-        self._timeout_s = request_timeout_s
-        self._patience_s = patience_s
+        self._timeout_s, self._patience_s = request_timeout_s, patience_s
         self._fields: dict[str, Fields] = {}  # by endpoint
 
     async def check(self, env: EnvConfig, *, allow_expert: bool) -> Guide:
@@ -267,11 +263,8 @@ class OpenEnvPool(ForeignPool):
             if status != 200:
                 raise ValueError(f"status {status}")
             schema = json.loads(content)
-            observation = schema.get("reset_observation") or schema["observation"]
-            fields = {
-                "action": _text_fields(schema["action"]),
-                "observation": _text_fields(observation),
-            }
+            observation = _text_fields(schema.get("reset_observation") or schema["observation"])
+            fields = {"action": _text_fields(schema["action"]), "observation": observation}
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             start = content[:200].decode(errors="replace")
             message = f"no schema of an OpenEnv server: status {status}, {start!r}"

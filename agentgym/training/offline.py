@@ -48,9 +48,8 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
     """Play what the recipe explores, if anything, train from the last commit, return the final.
     Errors: AlarmStop; RuntimeError if exploration found nothing to learn from.
     """
-    set_threads(ctx.cfg.learner_settings.threads)
-    cfg = ctx.cfg
-    start = ctx.checkpoint
+    cfg, start = ctx.cfg, ctx.checkpoint
+    set_threads(cfg.learner_settings.threads)
     # a last commit without weights is from exploration
     trained = ctx.head if ctx.head is not None and has_weights(ctx.head) else None
     splits = splits_from_json(ctx.read(ctx.data, "splits.json"))
@@ -70,7 +69,11 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         dataset = dataset_of(cfg, stage, episodes, _recorded(ctx, checkpoint.renderer))
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
-        learn = _learning(ctx, stage, learner, dataset, checkpoint.renderer)
+        learn = (
+            _preferring(ctx, stage, learner, dataset)
+            if cfg.algorithm.loop.prefers
+            else _imitating(ctx, stage, learner, dataset, checkpoint.renderer)
+        )
         ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.num_steps)
         ctx.progress.advance(step + 1 - stage.first_step)
         clock = clock_of(cfg, learner)
@@ -324,14 +327,6 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
 # optimizer step -> (metrics, number of tokens): takes this step. Its data depends on the number of
 # the step alone.
 Update = Callable[[int], tuple[dict[str, float], int]]
-
-
-def _learning(
-    ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset, renderer: ChatRenderer
-) -> Update:
-    if ctx.cfg.algorithm.loop.prefers:
-        return _preferring(ctx, stage, learner, dataset)
-    return _imitating(ctx, stage, learner, dataset, renderer)
 
 
 def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:

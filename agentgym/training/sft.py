@@ -28,8 +28,7 @@ COMMIT_EVERY = 20  # optimizer steps
 def warm_start(ctx: StepContext) -> Manifest:
     """Train on the actions of successful demonstrations, from the last commit; return the final."""
     set_threads(ctx.cfg.learner_settings.threads)
-    settings = ctx.cfg.warm_start
-    start = ctx.head or ctx.checkpoint
+    settings, start = ctx.cfg.warm_start, ctx.head or ctx.checkpoint
     checkpoint = load_checkpoint(ctx.store, start)
     demos, num_too_long = learnable(ctx, checkpoint)
     if num_too_long:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -38,7 +38,10 @@ from agentgym.rollouts.policies.host_protocol import (
     read,
     sent_error,
 )
-from agentgym.types import Delivery, Policy, SampleKey, Sampling
+from agentgym.types import SampleKey, Sampling
+
+if TYPE_CHECKING:
+    from agentgym.rollouts.policies.vllm import VllmPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +51,15 @@ DOOR_S = 30.0  # for a client to send its versions
 WHOLE_END_S = 2.0  # for an engine to end in order; shorter than the owner's wait
 
 
-class HostedEngine(Policy, Protocol):
-    """A policy that serves several sessions, one after the other."""
-
-    digest: str  # of the weights it holds; empty: those below an adapter, or unknown ones
-
-    @classmethod
-    def start(cls, settings: EngineSettings, folder: Path) -> Self:
-        """Start an engine. folder: the engine's own, with the files of `write_model`."""
-        ...
-
-    async def begin(self, digest: str, version: int, delivery: Delivery | None) -> None:
-        """Begin a session, see `VllmPolicy.begin`."""
-        ...
-
-
 class Host:
     """One engine, and the queue of the sessions that use it."""
 
-    def __init__(self, kind: type[HostedEngine], keep_s: float = 0.0) -> None:
-        """Prepare a host without an engine.
+    def __init__(self, kind: type[VllmPolicy], keep_s: float = 0.0) -> None:
+        """Prepare a host without an engine. kind: the engine's class; for example `VllmPolicy`.
         keep_s: seconds after which an unused engine is ended; 0: never.
         """
         self.kind, self._keep_s = kind, keep_s
-        self.engine: HostedEngine | None = None
+        self.engine: VllmPolicy | None = None
         self.settings: EngineSettings | None = None
         self.turn = asyncio.Lock()
         self.user = ""  # the session that has the engine
@@ -181,7 +169,7 @@ class Session:
             self._out.put({"id": id, "error": [kind, text]})
 
     @property
-    def _engine(self) -> HostedEngine:
+    def _engine(self) -> VllmPolicy:
         if self._host.engine is None:
             raise RuntimeError("the engine has not started")
         return self._host.engine
@@ -291,7 +279,7 @@ def main(arguments: Sequence[str]) -> int:
     folder, (kind, keep_s) = Path(arguments[0]), arguments[1:]
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     module, _, name = kind.partition(":")
-    engine = cast(type[HostedEngine], getattr(importlib.import_module(module), name))
+    engine = getattr(importlib.import_module(module), name)
     folder.mkdir(mode=0o700, exist_ok=True)  # the host before this one may have removed it
     for old in folder.glob(f"{SOCKET}*"):
         old.unlink()

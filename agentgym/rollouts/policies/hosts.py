@@ -107,10 +107,8 @@ class OwnHost:
 
     def __init__(self, cfg: RunConfig) -> None:
         """Prepare a host, not started yet. cfg: the run's, see `enlarged`."""
-        self._cfg = cfg
-        self._stack = contextlib.ExitStack()
+        self._cfg, self._stack, self._guard = cfg, contextlib.ExitStack(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._guard = threading.Lock()
         self.folder = Path()
 
     @property
@@ -191,9 +189,8 @@ def _log_path(cfg: RunConfig) -> Path:
 
 def host_command(cfg: RunConfig, folder: Path, keep_s: float = 0.0) -> list[str]:
     """Command that starts a host, which ends an unused engine after keep_s seconds; 0: never."""
-    entry = engine_entry(cfg.rollout.engine).value
-    module = "agentgym.rollouts.policies.host"
-    return [engine_python(cfg), "-m", module, str(folder), entry, f"{keep_s:g}"]
+    program = [engine_python(cfg), "-m", "agentgym.rollouts.policies.host"]
+    return [*program, str(folder), engine_entry(cfg.rollout.engine).value, f"{keep_s:g}"]
 
 
 def host_environment(cfg: RunConfig) -> dict[str, str]:

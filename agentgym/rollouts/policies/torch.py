@@ -96,11 +96,9 @@ class TorchPolicy:
         self._stop_ids, self._context, self._share = stop_ids, context_tokens, share_prefixes
         self._slots = [_Slot() for _ in range(num_slots)]
         self._slot_of: dict[SampleKey, int] = {}  # by owner
-        self._waiting: list[_Request] = []
-        self._active: list[_Request] = []
+        self._waiting, self._active = list[_Request](), list[_Request]()
         self._pump: asyncio.Task[None] | None = None
-        self._num_publishing = 0
-        self._clock = 0
+        self._num_publishing = self._clock = 0
         self._forward_s = math.inf  # seconds of the last forward
         self._forwarding: asyncio.Future[tuple[list[int], list[float]]] | None = None
         self._thread = ThreadPoolExecutor(1, "forward", initializer=lambda: set_threads(threads))
@@ -317,10 +315,9 @@ class TorchPolicy:
             tokens, logprobs = self._forward(active, fed, cached)
         else:
             loop = asyncio.get_running_loop()
-            self._forwarding = loop.run_in_executor(
-                self._thread, self._forward, active, fed, cached
-            )
-            tokens, logprobs = await self._forwarding
+            run = loop.run_in_executor(self._thread, self._forward, active, fed, cached)
+            self._forwarding = run
+            tokens, logprobs = await run
         for slot, ids in zip(slots, fed, strict=True):
             slot.ids += ids
             slot.used_at = self._clock

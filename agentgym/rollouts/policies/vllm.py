@@ -103,8 +103,7 @@ class VllmPolicy:
         self._num_slots = engine.vllm_config.scheduler_config.max_num_seqs
         self._meter = Meter()
         self._failure: RuntimeError | None = None
-        self._changed = asyncio.Condition()
-        self._one_change = asyncio.Lock()
+        self._changed, self._one_change = asyncio.Condition(), asyncio.Lock()
         self._awake, self._handing = True, HandOver()
         self.version, self.digest = 0, ""
 
@@ -186,8 +185,7 @@ class VllmPolicy:
             logprobs=0 if sampling.logprobs else None,  # 0: of the sampled token only
         )
         async with self._turn():
-            version = self.version
-            output = await self._answer(prompt_ids, parameters)
+            version, output = self.version, await self._answer(prompt_ids, parameters)
         self._meter.prompt(len(prompt_ids), output.num_cached_tokens or 0)
         action = output.outputs[0]
         ids = tuple(action.token_ids)
