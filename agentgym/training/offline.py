@@ -69,11 +69,7 @@ def train_stage(ctx: StepContext, stage: Stage) -> Manifest:
         dataset = dataset_of(cfg, stage, episodes, _recorded(ctx, checkpoint.renderer))
         if episodes and not dataset:
             raise nothing_to_learn(cfg, stage, episodes)
-        learn = (
-            _preferring(ctx, stage, learner, dataset)
-            if cfg.algorithm.loop.prefers
-            else _imitating(ctx, stage, learner, dataset, checkpoint.renderer)
-        )
+        learn = _learning(ctx, stage, learner, dataset, checkpoint.renderer)
         ctx.progress.start(f"stage {stage.index} · {cfg.algorithm.recipe}", stage.num_steps)
         ctx.progress.advance(step + 1 - stage.first_step)
         clock = clock_of(cfg, learner)
@@ -327,6 +323,14 @@ def nothing_to_learn(cfg: RunConfig, stage: Stage, episodes: Sequence[Trajectory
 # optimizer step -> (metrics, number of tokens): takes this step. Its data depends on the number of
 # the step alone.
 Update = Callable[[int], tuple[dict[str, float], int]]
+
+
+def _learning(
+    ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset, renderer: ChatRenderer
+) -> Update:
+    if ctx.cfg.algorithm.loop.prefers:
+        return _preferring(ctx, stage, learner, dataset)
+    return _imitating(ctx, stage, learner, dataset, renderer)
 
 
 def _preferring(ctx: StepContext, stage: Stage, learner: Learner, dataset: Dataset) -> Update:
