@@ -16,7 +16,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,10 @@ class Cluster:
         """Yield an engine whose workers hold the checkpoint's weights, which are version `version`;
         the workers end with the block. Errors: those of `RolloutWorker.start`; WorkersLost.
         """
-        assert isinstance(checkpoint.weights, StoredTensors)
-        plan = WorkerPlan(
-            self._cfg,
-            checkpoint.files(),
-            checkpoint.weights,
-            version,
-            endpoints,
-            self._num_slots,
-            node_id(),
-            checkpoint.adapter,
-        )
+        cfg, slots, weights = self._cfg, self._num_slots, checkpoint.weights
+        assert isinstance(weights, StoredTensors)
+        files, adapter = checkpoint.files(), checkpoint.adapter
+        plan = WorkerPlan(cfg, files, weights, version, endpoints, slots, node_id(), adapter)
         with contextlib.closing(LoopThread()) as loop:
             engine = RayEngine(plan, checkpoint, self._spawn, self._num_workers, loop)
             with contextlib.closing(engine):
@@ -136,17 +129,10 @@ class Cluster:
         ).remote()
 
     def _actor(
-        self,
-        bundle: int,
-        kind: type,
-        cpus: float,
-        gpus: float,
-        *,
-        max_concurrency: int | None = None,
-        groups: Mapping[str, int] | None = None,
+        self, bundle: int, kind: type, cpus: float, gpus: float, groups: Any = None, **options: Any
     ) -> Any:
         """Return `kind` as an actor class that is placed in this bundle and never restarted.
-        groups: number of threads by concurrency group.
+        groups: number of threads by concurrency group. options: further ones of Ray.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -154,14 +140,14 @@ class Cluster:
         strategy = PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=bundle
         )
-        remote = ray.remote(concurrency_groups=dict(groups)) if groups else ray.remote
+        remote = ray.remote(concurrency_groups=groups) if groups else ray.remote
         return remote(kind).options(
             num_cpus=cpus,
             num_gpus=gpus,
             scheduling_strategy=strategy,
             max_restarts=0,
             max_task_retries=0,
-            max_concurrency=max_concurrency,
+            **options,
         )
 
 

@@ -347,15 +347,11 @@ class RayEngine:
                     raise error
                 continue
             if weights.ours is not None:
-                scores = await _within(
-                    worker.actor.score.remote(weights.sequences), self._patience_s
-                )
+                answer = worker.actor.score.remote(weights.sequences)
+                scores = await _within(answer, self._patience_s)
+                name = f"rollout worker {worker.index} ({worker.where})"
                 worker.seen = self._canary.compare(
-                    weights.ours,
-                    scores,
-                    weights.version,
-                    f"rollout worker {worker.index} ({worker.where})",
-                    worker.seen,
+                    weights.ours, scores, weights.version, name, worker.seen
                 )
             if weights is self._weights:
                 return

@@ -80,13 +80,8 @@ class RolloutWorker:
         """
         rollout = self._cfg.rollout
         failed: list[Trajectory] = []
-        attempts = Attempts(
-            self._pool,
-            token_players(self._policy, self._renderer),
-            settings,
-            rollout.episode_timeout_s,
-            rollout.max_attempts,
-        )
+        players, limit_s = token_players(self._policy, self._renderer), rollout.episode_timeout_s
+        attempts = Attempts(self._pool, players, settings, limit_s, rollout.max_attempts)
         last = await attempts.play(item, sample, failed=failed.append)
         return last, failed
 

@@ -365,17 +365,12 @@ class LocalLearner:
         }
 
     def _step(
-        self,
-        optimized: OptimizedNetwork,
-        batch: Batch,
-        dealt: Dealt,
-        step: int,
-        loss_of: LossFunction,
+        self, network: OptimizedNetwork, batch: Batch, dealt: Dealt, step: int, loss: LossFunction
     ) -> dict[str, float]:
         """Take one update of one network. Return loss, logged values and `grad_norm`, by name."""
-        optimized.zero_grad()
-        logged = self.passes.forward_backward(batch, dealt, loss_of)
-        self._optimize(optimized, step, logged)
+        network.zero_grad()
+        logged = self.passes.forward_backward(batch, dealt, loss)
+        self._optimize(network, step, logged)
         return logged
 
     def _optimize(self, optimized: OptimizedNetwork, step: int, logged: dict[str, float]) -> None:

@@ -140,19 +140,13 @@ def attend_padded(
     if is_emulated(query):  # float32 takes a quarter to half of the time, and rounds only once
         wide = attend_padded(query.float(), key.float(), value.float(), mask, variant)
         return wide.to(query.dtype)
-    grouped = query.shape[1] != key.shape[1]
+    gqa = query.shape[1] != key.shape[1]
     if variant.softcap is None:
         return scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=variant.scaling,
-            enable_gqa=grouped,
+            query, key, value, mask, is_causal=mask is None, scale=variant.scaling, enable_gqa=gqa
         )
     assert mask is not None
-    if grouped:
+    if gqa:
         key, value = (
             tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value)
         )

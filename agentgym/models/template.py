@@ -77,9 +77,7 @@ def _in_a_process(request: str) -> str:
             command,
             input=request,
             capture_output=True,
-            text=True,
             timeout=DEADLINE_S,
-            check=False,
             env=environment,
             encoding="utf-8",
         )

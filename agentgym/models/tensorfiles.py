@@ -25,15 +25,7 @@ from agentgym.store.runstore import RunStore, StorePlace
 PIECE_BYTES = 16 << 20  # largest part of a file in memory at one time
 PARTS = "parts"  # key of a header's metadata: {tensor: [shape of the whole, first row]}
 # errors that reading an untrusted header can raise
-HEADER_ERRORS = (
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OverflowError,
-    RecursionError,
-)
+ERRORS = (ValueError, KeyError, TypeError, AttributeError, EOFError, OverflowError, RecursionError)
 # in the order in which the safetensors library writes them, widest first
 DTYPES = {
     "I64": torch.int64,
@@ -305,7 +297,7 @@ class StoredTensors:
                 position = end
             if 8 + count + position != size:
                 raise ValueError(f"it has {size} bytes, its tensors end at {8 + count + position}")
-        except HEADER_ERRORS as error:
+        except ERRORS as error:
             raise ValueError(f"{file} of {self._what} is no safetensors file: {error}") from None
 
     def _whole(

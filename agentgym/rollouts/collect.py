@@ -207,11 +207,10 @@ async def collect(
     )
     failures = attempts.failures
     if len(failures) > 1:
+        counts = len(failures), len(trajectories), num_failed
         logger.warning(
             "%d attempts at %d episodes failed, %d episodes for good; last: %s",
-            len(failures),
-            len(trajectories),
-            num_failed,
+            *counts,
             failures[-1],
         )
     return trajectories

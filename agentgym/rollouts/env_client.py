@@ -11,7 +11,7 @@ import logging
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self, TypeVar
+from typing import NoReturn, Self, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -274,9 +274,7 @@ class EnvSession:
         and `observation`. action: cut by `sendable`. Errors: EnvError.
         """
         request = StepRequest(session_id=self._id, turn=self.turn + 1, action=sendable(action))
-        reply = await self._client.ask(
-            self.endpoint, "/step", StepReply, request, session_id=self._id
-        )
+        reply = await self._ask("/step", StepReply, request)
         self.turn, self.observation = reply.turn, reply.observation
         return reply
 
@@ -284,25 +282,18 @@ class EnvSession:
         """Return the action of the server's expert.
         Errors: EnvError, kind `expert_failed` if the expert has no answer.
         """
-        reply = await self._client.ask(
-            self.endpoint, "/expert", ExpertReply, self._as_request, session_id=self._id
-        )
-        return reply.action
+        return (await self._ask("/expert", ExpertReply, self._as_request)).action
 
     async def hints(self) -> list[str]:
         """Return actions that the environment suggests now. Others may be possible, and a suggested
         one may have no effect.
         Errors: EnvError, also for an environment that does not offer hints.
         """
-        path = f"/hints?session_id={self._id}"
-        reply = await self._client.ask(self.endpoint, path, HintsReply, session_id=self._id)
-        return reply.actions
+        return (await self._ask(f"/hints?session_id={self._id}", HintsReply)).actions
 
     async def render(self) -> tuple[str, bytes]:
         """Return a picture or text of the present state: (media type, bytes). Errors: EnvError."""
-        reply = await self._client.ask(
-            self.endpoint, f"/render?session_id={self._id}", RenderReply, session_id=self._id
-        )
+        reply = await self._ask(f"/render?session_id={self._id}", RenderReply)
         is_text = reply.media_type in TEXTS
         data = reply.data.encode() if is_text else base64.b64decode(reply.data)
         return reply.media_type, data
@@ -311,12 +302,16 @@ class EnvSession:
         """Close the session, tried once. A failure is only logged: servers end idle sessions."""
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                options: dict[str, Any] = {"session_id": self._id, "max_retries": 0}
-                await self._client.ask(
-                    self.endpoint, "/close", CloseReply, self._as_request, **options
-                )
+                await self._ask("/close", CloseReply, self._as_request, max_retries=0)
         except (EnvError, TimeoutError) as error:
             logger.info("session left to the server's reaper: %s", error)
+
+    async def _ask(
+        self, route: str, reply: type[M], body: Message | None = None, **options: int
+    ) -> M:
+        return await self._client.ask(
+            self.endpoint, route, reply, body, session_id=self._id, **options
+        )
 
 
 def nobody_waits(bundle: Bundle) -> None:

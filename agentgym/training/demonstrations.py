@@ -148,14 +148,8 @@ def demonstrate(
 
 def demonstration_settings(cfg: RunConfig, instructions: Mapping[str, str]) -> EpisodeSettings:
     """Return settings to tokenize demonstrations. instructions: opening text, by environment."""
-    return episode_settings(
-        cfg,
-        instructions=instructions,
-        seed=cfg.seed,
-        step=0,
-        max_turns=sys.maxsize,
-        temperature=1.0,
-    )
+    others = {"seed": cfg.seed, "step": 0, "max_turns": sys.maxsize, "temperature": 1.0}
+    return episode_settings(cfg, instructions=instructions, **others)
 
 
 def _without_clocks(played: Trajectory) -> Trajectory:

@@ -276,11 +276,7 @@ def _explore(
 
 
 def _plan_learner(
-    ctx: StepContext,
-    stage: Stage,
-    start: Manifest,
-    trained: Manifest | None,
-    checkpoint: Checkpoint,
+    ctx: StepContext, stage: Stage, start: Manifest, last: Manifest | None, checkpoint: Checkpoint
 ) -> LearnerPlan:
     """Return the plan of the learner as the last commit left it.
 
@@ -288,10 +284,10 @@ def _plan_learner(
     keeps weights and optimizer from stage to stage.
     """
     cfg = ctx.cfg
-    begins_anew = cfg.algorithm.loop.begins_anew and trained is None
-    weights_from = ctx.start if begins_anew else trained or start
+    begins_anew = cfg.algorithm.loop.begins_anew and last is None
+    weights_from = ctx.start if begins_anew else last or start
     keeps = cfg.algorithm.loop.keeps_optimizer and "stream_position" in start.state
-    optimizer_from = trained or (start if keeps else None)
+    optimizer_from = last or (start if keeps else None)
     return LearnerPlan(
         architecture=checkpoint.architecture,
         weights=ctx.policy(weights_from),

@@ -128,12 +128,9 @@ class TorchPolicy:
     async def generate(self, prompt_ids: list[int], sampling: Sampling) -> Completion:
         """Sample one action, see `Policy.generate`."""
         sampling.require_room(prompt_ids, self._context)
-        request = _Request(
-            prompt_ids,
-            sampling,
-            uniforms(sampling.key, sampling.max_new_tokens),
-            asyncio.get_running_loop().create_future(),
-        )
+        numbers = uniforms(sampling.key, sampling.max_new_tokens)
+        done = asyncio.get_running_loop().create_future()
+        request = _Request(prompt_ids, sampling, numbers, done)
         self._waiting.append(request)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run())
