@@ -87,11 +87,8 @@ class OptimizedNetwork:
         # keep this rank's parts: after a forward without backward the network has gathered tensors
         # under these names
         self._parameters = dict(network.named_parameters())
-        self._trained = {
-            name: parameter
-            for name, parameter in self._parameters.items()
-            if parameter.requires_grad
-        }
+        named = self._parameters.items()
+        self._trained = {name: parameter for name, parameter in named if parameter.requires_grad}
 
     @cached_property
     def _masters(self) -> dict[str, nn.Parameter]:

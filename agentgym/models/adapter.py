@@ -51,9 +51,8 @@ class Adapter:
     @property
     def policy(self) -> StoredTensors:
         """References to the merged weights; to the frozen ones if no matrices are stored."""
-        if self.stored is None:
+        if (stored := self.stored) is None:
             return self.base
-        stored = self.stored
         return MergedTensors(stored.place, stored.manifest, stored.files, self.base, self.scale)
 
     def inject(self, model: PreTrainedModel) -> None:

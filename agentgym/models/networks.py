@@ -27,10 +27,8 @@ def common_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     low, high = 0, min(len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
+        is_equal = first[low:middle] == second[low:middle]
+        low, high = (middle, high) if is_equal else (low, middle - 1)
     return low
 
 

@@ -207,12 +207,9 @@ async def collect(
     )
     failures = attempts.failures
     if len(failures) > 1:
-        counts = len(failures), len(trajectories), num_failed
-        logger.warning(
-            "%d attempts at %d episodes failed, %d episodes for good; last: %s",
-            *counts,
-            failures[-1],
-        )
+        counts = len(failures), len(trajectories), num_failed, failures[-1]
+        text = "%d attempts at %d episodes failed, %d episodes for good; last: %s"
+        logger.warning(text, *counts)
     return trajectories
 
 

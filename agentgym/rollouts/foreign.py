@@ -24,9 +24,8 @@ class ForeignPool:
 
     def __init__(self, endpoints: Sequence[str], *, max_retries: int) -> None:
         self.endpoints = tuple(endpoint.rstrip("/") for endpoint in endpoints)
-        self._headers = {
-            endpoint.rstrip("/"): request_headers(token_of(endpoint)) for endpoint in endpoints
-        }
+        headers = [request_headers(token_of(endpoint)) for endpoint in endpoints]
+        self._headers = dict(zip(self.endpoints, headers, strict=True))
         self._max_retries = max_retries
         self._open = dict.fromkeys(self.endpoints, 0)  # our own sessions
         self._random = random.SystemRandom()  # unseeded: the choice of server changes no result

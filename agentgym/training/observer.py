@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -195,11 +196,11 @@ class StepClock:
         """
         self._peak_tflops, self._accelerators = peak_tflops, accelerators
         self._clock, self._since = clock, clock()
-        self._parts: dict[str, float] = {}
+        self._parts = defaultdict[str, float](float)
 
     def lap(self, part: str) -> None:
         """Assign the time since the last lap to this part of the step."""
-        self._add(part, self._passed())
+        self._parts[part] += self._passed()
 
     def lap_rollouts(self, usage: EngineUsage) -> None:
         """Assign the time since the last lap, in which the loop waited for rollouts.
@@ -209,8 +210,8 @@ class StepClock:
         """
         passed = self._passed()
         generating = passed * usage.busy_frac
-        self._add("generate", generating)
-        self._add("wait", passed - generating)
+        self._parts["generate"] += generating
+        self._parts["wait"] += passed - generating
 
     def step(self, num_trained: int, update: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the step that ends here, and begin the next one.
@@ -219,7 +220,7 @@ class StepClock:
         update: the update's metrics; empty if nothing was learned.
         """
         self.lap("other")
-        parts, self._parts = self._parts, {}
+        parts, self._parts = self._parts, defaultdict(float)
         total = sum(parts.values())
         metrics = {f"time/{part}_s": seconds for part, seconds in parts.items()}
         metrics["time/step_s"] = total
@@ -237,9 +238,6 @@ class StepClock:
     def _passed(self) -> float:
         before, self._since = self._since, self._clock()
         return self._since - before
-
-    def _add(self, part: str, seconds: float) -> None:
-        self._parts[part] = self._parts.get(part, 0.0) + seconds
 
 
 def clock_of(cfg: RunConfig, learner: Learner) -> StepClock:

@@ -176,10 +176,9 @@ def new_folder() -> Path:
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             status = folder.lstat()
-            if status.st_uid != os.geteuid() or time.time() - status.st_mtime < SWEEP_S:
-                continue
-            with only_user(folder):
-                shutil.rmtree(folder)
+            if status.st_uid == os.geteuid() and time.time() - status.st_mtime >= SWEEP_S:
+                with only_user(folder):
+                    shutil.rmtree(folder)
     return Path(tempfile.mkdtemp(prefix=PREFIX))
 
 

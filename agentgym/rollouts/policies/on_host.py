@@ -53,9 +53,8 @@ class HostPolicy:
         """Sample one action, see `Policy.generate`."""
         sampling.require_room(prompt_ids, self._context)
         key, *draw = sampling
-        answer = await self._call("generate", prompt_ids, [list(key), *draw])
-        ids, logprobs, reason, version = answer
-        return Completion(tuple(ids), tuple(logprobs), reason, version)
+        ids, logprobs, *rest = await self._call("generate", prompt_ids, [list(key), *draw])
+        return Completion(tuple(ids), tuple(logprobs), *rest)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Score token sequences, see `Policy.score`."""
