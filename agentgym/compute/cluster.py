@@ -32,6 +32,7 @@ from agentgym.learner.start import LearnerPlan
 from agentgym.models.checkpoint import Checkpoint
 from agentgym.models.tensorfiles import StoredTensors
 from agentgym.rollouts.engine import LoopThread
+from agentgym.rollouts.policies.hosts import variables_kept
 from agentgym.types import Endpoints
 
 CONNECT_TIMEOUT_S = 10.0  # to the cluster's port
@@ -181,7 +182,7 @@ def connected(address: str, *, num_cpus: float) -> Iterator[Path | None]:
         in_main_thread = threading.current_thread() is threading.main_thread()
         handler = signal.getsignal(signal.SIGTERM)
         with (
-            _environment_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"),
+            variables_kept("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_ADDRESS"),
             contextlib.ExitStack() as stack,
         ):
             forget_token()
@@ -249,19 +250,6 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
         raise RayUnreachable(
             f"the Ray cluster at {address} cannot be joined: {reason}; {advice}"
         ) from None
-
-
-@contextmanager
-def _environment_kept(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

@@ -231,7 +231,7 @@ def with_limit(cfg: RunConfig, checkpoint: Checkpoint) -> PolicyGradientConfig:
     Errors: ConfigError if the engine has no known tolerance.
     """
     algorithm = resolved(cfg)
-    limit = algorithm.max_mismatch_kl
-    if limit is None:
-        limit = tolerance_of(cfg, checkpoint.dtype).mismatch_kl
+    if algorithm.max_mismatch_kl is not None:
+        return algorithm
+    limit = tolerance_of(cfg, checkpoint.dtype).mismatch_kl
     return algorithm.model_copy(update={"max_mismatch_kl": limit})

@@ -209,6 +209,18 @@ _guard = threading.Lock()
 
 
 @contextlib.contextmanager
+def variables_kept(*names: str) -> Iterator[None]:
+    """Restore these environment variables after the block."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
+
+
+@contextlib.contextmanager
 def one_engine(cfg: RunConfig) -> Iterator[None]:
     """Share one engine inside the block: the first use starts it, the end of the block ends it. A
     block inside another shares the outer one's. Child processes find it, too.
@@ -220,16 +232,12 @@ def one_engine(cfg: RunConfig) -> Iterator[None]:
     if new is None:
         yield
         return
-    before = os.environ.get(ADDRESS)
     try:
-        yield
+        with variables_kept(ADDRESS):
+            yield
     finally:
         with _guard:
             _own = None
-        if before is None:
-            os.environ.pop(ADDRESS, None)
-        else:
-            os.environ[ADDRESS] = before
         new.close()
 
 
