@@ -98,27 +98,20 @@ class TrainingFlops:
 class Dealt:
     """Sequences of a batch, divided among ranks and, on each rank, into micro-batches."""
 
-    def __init__(
-        self,
-        batch: Batch,
-        sequences: Sequence[int],
-        *,
-        tokens: int,
-        unit: int,
-        ranks: ProcessGroup,
-        share_prefixes: bool,
-    ) -> None:
-        """Divide the sequences, given by index. tokens, unit: see `micro_batches`. share_prefixes:
-        count a prefix that a sequence shares with the one before it once.
+    def __init__(self, passes: Passes, batch: Batch, sequences: list[int], unit: int) -> None:
+        """Divide the sequences, given by index. unit: see `micro_batches`. With `share_prefixes`, a
+        prefix that a sequence shares with the one before it counts once.
         """
-        self.idle = list(sequences[:unit])  # computed by a rank without work, and not counted
+        ranks, share = passes.ranks, passes.settings.share_prefixes
+        self.idle = sequences[:unit]  # computed by a rank without work, and not counted
         self._lengths = batch.lengths.tolist()
-        self._prefixes = Prefixes(batch.input_ids, batch.starts) if share_prefixes else None
-        options: dict[str, Any] = {"tokens": tokens, "padded": ranks.device.type == "cpu"}
+        self._prefixes = Prefixes(batch.input_ids, batch.starts) if share else None
+        padded, tokens = ranks.device.type == "cpu", passes.budget.tokens
+        options: dict[str, Any] = {"tokens": tokens, "unit": unit, "padded": padded}
         if self._prefixes is not None:
             options["shared"] = self._prefixes.shared
         self.ranks = [
-            list(micro_batches(self._lengths, of_rank, unit=unit, **options))
+            list(micro_batches(self._lengths, of_rank, **options))
             for of_rank in deal(self._lengths, sequences, num_ranks=ranks.size, unit=unit)
         ]
 
@@ -279,29 +272,22 @@ class Passes:
     """Forward and backward passes over this rank's share of a batch, in micro-batches."""
 
     def __init__(self, settings: LearnerConfig, ranks: ProcessGroup) -> None:
-        self._settings, self._ranks = settings, ranks
-        self._budget = TokenBudget(settings, ranks)
+        self.settings, self.ranks = settings, ranks
+        self.budget = TokenBudget(settings, ranks)
 
     def deal(self, batch: Batch, sequences: Tensor, unit: int = 1) -> Dealt:
         """Deal sequences of a batch, [R] int64, to ranks and micro-batches. unit: see `deal`."""
-        return Dealt(
-            batch,
-            sequences.tolist(),
-            tokens=self._budget.tokens,
-            unit=unit,
-            ranks=self._ranks,
-            share_prefixes=self._settings.share_prefixes,
-        )
+        return Dealt(self, batch, sequences.tolist(), unit)
 
     def shares(self, dealt: Dealt) -> Iterator[Share]:
         """Yield (sequences of a micro-batch, True if they count) for this rank. A forward needs all
         ranks, so all yield equally often: a rank that has no more yields (dealt.idle, False).
         """
-        of_rank = dealt.ranks[self._ranks.rank]
+        of_rank = dealt.ranks[self.ranks.rank]
         for index in range(max(map(len, dealt.ranks))):
             counts = index < len(of_rank)
             chosen = of_rank[index] if counts else dealt.idle
-            yield torch.tensor(chosen, device=self._ranks.device), counts
+            yield torch.tensor(chosen, device=self.ranks.device), counts
 
     def forward_backward(
         self, batch: Batch, dealt: Dealt, loss_of: LossFunction
@@ -312,14 +298,14 @@ class Passes:
         """
         sums: dict[str, Tensor] = {}
         sequence = batch.sequence[batch.action_mask]
-        self._budget.begin()
+        self.budget.begin()
         for chosen, counts in self.shares(dealt):
             loss, logged = loss_of(batch.select(chosen), torch.isin(sequence, chosen))
             (loss if counts else 0.0 * loss).backward()  # type: ignore[no-untyped-call]
             for name, value in {"loss": loss.detach(), **logged}.items():
                 sums[name] = sums.get(name, loss.new_zeros(())) + value.sum() * counts
-        self._budget.end(dealt.largest(self._ranks.rank))
-        totals = self._ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
+        self.budget.end(dealt.largest(self.ranks.rank))
+        totals = self.ranks.all_sum(torch.stack([value.float() for value in sums.values()]))
         return dict(zip(sums, totals.tolist(), strict=True))
 
     @torch.no_grad()
@@ -333,7 +319,7 @@ class Passes:
             scores = torch.stack(network(batch.select(chosen)))
             if counts:
                 result[:, torch.isin(batch.sequence, chosen) & batch.action_mask] = scores
-        return self._ranks.all_sum(result)
+        return self.ranks.all_sum(result)
 
     @torch.no_grad()
     def values(self, critic: ValueNet, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -345,7 +331,7 @@ class Passes:
             if counts:
                 values[torch.isin(batch.sequence, chosen) & batch.action_mask] = at_tokens
                 ends[chosen] = at_ends
-        return self._ranks.all_sum(values)[batch.action_mask], self._ranks.all_sum(ends)
+        return self.ranks.all_sum(values)[batch.action_mask], self.ranks.all_sum(ends)
 
 
 def all_sequences(batch: Batch) -> Tensor:
