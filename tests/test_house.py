@@ -14,9 +14,9 @@ DRAWING = (CONCEPTS / "architecture.md").read_text()
 # functions longer than 60 lines that are easier to read as a whole, with their maximal number of
 # lines
 LONG = {
-    "agentgym/audit/__init__.py audit": 73,
-    "agentgym/training/offline.py train_stage": 66,
-    "envs/server.py make_app": 138,
+    "agentgym/audit/__init__.py audit": 72,
+    "agentgym/training/offline.py train_stage": 65,
+    "envs/server.py make_app": 130,
 }
 
 
@@ -113,14 +113,14 @@ def test_no_code_asks_what_a_step_is_called():
 
 # upper bounds on the lines of Python in each folder
 SIZES = {
-    "agentgym": 51_470,
-    "benchmarks": 9_500,
-    "envs": 11_030,
-    "flows": 995,
-    "services": 1_985,
-    "sites": 3_900,
-    "tasks": 635,
-    "tests": 67_270,
+    "agentgym": 50_170,
+    "benchmarks": 9_495,
+    "envs": 10_530,
+    "flows": 940,
+    "services": 1_930,
+    "sites": 3_600,
+    "tasks": 595,
+    "tests": 67_255,
 }
 
 
