@@ -50,9 +50,8 @@ class Commands:
                 " configured one)",
             )
         if params:
-            command.add_argument(
-                "--params", default="params.yaml", help="parameter file (default: params.yaml)"
-            )
+            about = "parameter file (default: params.yaml)"
+            command.add_argument("--params", default="params.yaml", help=about)
         if overrides:
             command.add_argument(
                 "--set",
@@ -88,11 +87,8 @@ def add_waiting(command: argparse.ArgumentParser, what: str) -> None:
 
 def add_owner_pipe(command: argparse.ArgumentParser) -> None:
     """Add `--owner-pipe`: it ends a command together with the program that started it."""
-    command.add_argument(
-        "--owner-pipe",
-        action="store_true",
-        help="end when standard input closes, so that no owner leaves it behind",
-    )
+    about = "end when standard input closes, so that no owner leaves it behind"
+    command.add_argument("--owner-pipe", action="store_true", help=about)
 
 
 def positive(text: str) -> int:

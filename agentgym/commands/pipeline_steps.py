@@ -21,34 +21,23 @@ def add(commands: Commands) -> None:
     )
     option = step.add_argument
     option("name")
-    option(
-        "--run",
-        dest="of_run",
-        metavar="RUN",
-        help="of this run of the store, with its settings (default: the configured one)",
-    )
-    option(
-        "--out",
-        type=Path,
-        help="also write a pointer to the result (URI, digest, numbers) to this file",
-    )
-    option(
-        "--with-parents", action="store_true", help="first bring the steps it needs to their end"
-    )
+    run = "of this run of the store, with its settings (default: the configured one)"
+    option("--run", dest="of_run", metavar="RUN", help=run)
+    pointer = "also write a pointer to the result (URI, digest, numbers) to this file"
+    option("--out", type=Path, help=pointer)
+    parents = "first bring the steps it needs to their end"
+    option("--with-parents", action="store_true", help=parents)
     add_waiting(step, "a step")
     option("--key", default="", help="exit with code 2 (bad input) if the step has another key")
-    plan = commands.add(
-        "plan", _plan, "what would run, resume or be skipped, and why", takes_run=True
-    )
+    about = "what would run, resume or be skipped, and why"
+    plan = commands.add("plan", _plan, about, takes_run=True)
     plan.add_argument("--json", action="store_true")
-    stored = commands.add(
-        "stored", _stored, "check that the store and MLflow have all that DVC's pointers name"
-    )
+    about = "check that the store and MLflow have all that DVC's pointers name"
+    stored = commands.add("stored", _stored, about)
     add_pointers(stored, "")
     stored.add_argument("--out", type=Path, help="also write the digests to this file, for DVC")
-    commands.add(
-        "dvc", _dvc, "write dvc.yaml for the steps that a parameter file asks for", overrides=False
-    )
+    about = "write dvc.yaml for the steps that a parameter file asks for"
+    commands.add("dvc", _dvc, about, overrides=False)
 
 
 def _step(cfg: RunConfig, arguments: argparse.Namespace) -> int:

@@ -19,28 +19,16 @@ def add(commands: Commands) -> None:
     add_pointers(gc, ", which keep what they name")
     gc.add_argument("--json", action="store_true")
 
-    export = commands.add(
-        "export", _export, "a step's weights as an ordinary Hugging Face model folder"
-    )
-    export.add_argument(
-        "of_run",
-        metavar="run",
-        nargs="?",
-        default="",
-        help="r... of a run of this store; default: the configured",
-    )
-    export.add_argument("step", help="its newest commit is taken, for example stage-3")
-    export.add_argument("folder", type=Path, help="must not exist yet")
-    export.add_argument(
-        "--best",
-        action="store_true",
-        help="the commit that did best in validation, as store.keep_best kept it",
-    )
-    export.add_argument(
-        "--adapter",
-        action="store_true",
-        help="a LoRA adapter alone, in peft's format (default: merged into the weights)",
-    )
+    about = "a step's weights as an ordinary Hugging Face model folder"
+    option = commands.add("export", _export, about).add_argument
+    run = "r... of a run of this store; default: the configured"
+    option("of_run", metavar="run", nargs="?", default="", help=run)
+    option("step", help="its newest commit is taken, for example stage-3")
+    option("folder", type=Path, help="must not exist yet")
+    best = "the commit that did best in validation, as store.keep_best kept it"
+    option("--best", action="store_true", help=best)
+    adapter = "a LoRA adapter alone, in peft's format (default: merged into the weights)"
+    option("--adapter", action="store_true", help=adapter)
 
 
 def _gc(cfg: RunConfig, arguments: argparse.Namespace) -> int:

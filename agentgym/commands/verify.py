@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 from agentgym.commands.parser import Commands, add_owner_pipe, add_pointers, seed, some
 from agentgym.config import ConfigError, RunConfig, load_config
@@ -13,33 +14,14 @@ from agentgym.console.ending import say
 
 
 def add(commands: Commands) -> None:
-    _add_audit(commands)
-    _add_compare(commands)
-
-
-def _add_audit(commands: Commands) -> None:
-    audit = commands.add(
-        "audit",
-        _audit,
-        "verify a run: replay episodes, rescore them, repeat optimizer steps",
-        takes_run=True,
-    )
-    every = "or all (default: %(default)s)"
-    audit.add_argument(
-        "--episodes",
-        type=some,
-        default=32,
-        metavar="N",
-        help=f"logged episodes to replay per step, {every}",
-    )
-    audit.add_argument(
-        "--rescore",
-        type=some,
-        default="all",
-        metavar="N",
-        help=f"episodes to rescore per set of weights, {every}",
-    )
-    audit.add_argument(
+    about = "verify a run: replay episodes, rescore them, repeat optimizer steps"
+    audit = commands.add("audit", _audit, about, takes_run=True)
+    option, every = audit.add_argument, "or all (default: %(default)s)"
+    count: dict[str, Any] = {"type": some, "metavar": "N"}
+    option("--episodes", **count, default=32, help=f"logged episodes to replay per step, {every}")
+    rescored = f"episodes to rescore per set of weights, {every}"
+    option("--rescore", **count, default="all", help=rescored)
+    option(
         "--updates",
         type=int,
         default=0,
@@ -48,29 +30,17 @@ def _add_audit(commands: Commands) -> None:
         " which proves their weights; exit code 3 if some are left out (default: %(default)s,"
         " none)",
     )
-    audit.add_argument(
-        "--seed",
-        type=seed,
-        help="of the draws, to repeat an audit (default: a new one, which is printed)",
-    )
-    audit.add_argument(
-        "--keep",
-        action="store_true",
-        help="leave the verdict in the store: a failure bars the gate",
-    )
+    drawn = "of the draws, to repeat an audit (default: a new one, which is printed)"
+    option("--seed", type=seed, help=drawn)
+    kept = "leave the verdict in the store: a failure bars the gate"
+    option("--keep", action="store_true", help=kept)
     add_owner_pipe(audit)
     add_pointers(audit, "")
-    audit.add_argument("--json", action="store_true")
+    option("--json", action="store_true")
 
-
-def _add_compare(commands: Commands) -> None:
-    compare = commands.add(
-        "compare",
-        _compare,
-        "which of two results or more is better; or the table of a comparison of runs",
-        params=False,
-    )
-    compare.add_argument(
+    about = "which of two results or more is better; or the table of a comparison of runs"
+    option = commands.add("compare", _compare, about, params=False).add_argument
+    option(
         "words",
         nargs="*",
         metavar="RESULT RESULT ... | FILE | key.path=value",
@@ -78,16 +48,16 @@ def _add_compare(commands: Commands) -> None:
         " folders), the first one being the baseline; or a comparison's file (default:"
         " comparisons/default.yaml) and overrides, as for flows.compare",
     )
-    compare.add_argument("--confidence", type=float, help="of results (default: the protocol's)")
-    compare.add_argument(
+    option("--confidence", type=float, help="of results (default: the protocol's)")
+    option(
         "--out",
         type=Path,
         metavar="FOLDER",
         help="of files to write: page and figures of results; table and figures of a comparison, as"
         " Markdown, JSON, LaTeX, CSV, PNG and SVG",
     )
-    compare.add_argument("--json", action="store_true")
-    compare.add_argument("--params", help="whose store has the results (default: params.yaml)")
+    option("--json", action="store_true")
+    option("--params", help="whose store has the results (default: params.yaml)")
 
 
 NOT_PROVEN = 3  # exit code if nothing is wrong, but the evidence of a decision is missing
@@ -174,11 +144,11 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
     if arguments.out is not None:
         for name, content in result_files(result).items():
             write_whole(arguments.out / name, content)
-    say(
-        json.dumps(result, indent=1) if arguments.json else table_markdown(result),
-        end="\n" if arguments.json else "",
-    )
-    if result["missing"] and not arguments.json:
+    if arguments.json:
+        say(json.dumps(result, indent=1))
+        return 0
+    say(table_markdown(result), end="")
+    if result["missing"]:
         words = shlex.join((file, *overrides, *arguments.set))
         say(f"\nnext     python -m flows.compare {words}")
     return 0
