@@ -316,9 +316,8 @@ class Tracker:
         wanted = {key: plain(str(value)) for key, value in tags.items()}
         if run is None:
             # create run and tags in one call, so that a kill leaves no run without tags
-            all_tags = {**source_tags(), **wanted, **identity}
-            new = self.client.create_run
-            created = new(self.experiment_id, run_name=plain(name), tags=all_tags)
+            known = {**source_tags(), **wanted, **identity}
+            created = self.client.create_run(self.experiment_id, run_name=plain(name), tags=known)
             run = self._find_run(identity) or created
             if run.info.run_id != created.info.run_id:
                 self.client.delete_run(created.info.run_id)  # another process created it first
@@ -348,13 +347,10 @@ def filter_for(values: Mapping[str, str]) -> str:
     """Return the filter of an MLflow search that demands these values of these fields.
     A value may contain ' or ", but MLflow cannot be asked for one with both. Errors: LedgerError.
     """
-    conditions = []
-    for name, value in values.items():
-        quote = '"' if "'" in value else "'"
-        if quote in value:
-            raise LedgerError(f"{value}: MLflow finds no name with both ' and \"; leave one out")
-        conditions.append(f"{name} = {quote}{value}{quote}")
-    return " and ".join(conditions)
+    if both := [value for value in values.values() if "'" in value and '"' in value]:
+        raise LedgerError(f"{both[0]}: MLflow finds no name with both ' and \"; leave one out")
+    quoted = {name: f'"{v}"' if "'" in v else f"'{v}'" for name, v in values.items()}
+    return " and ".join(f"{name} = {value}" for name, value in quoted.items())
 
 
 def all_pages(search: Callable[[str | None], Any]) -> Iterator[Any]:
