@@ -38,7 +38,7 @@ def test_the_published_comparison_holds_every_recipe_and_seed(unchanged):
     found = json.loads((RESULTS / "unchanged.json").read_text())
     cases = [(run["recipe"], run["seed"]) for run in found["runs"]]
     assert cases == [(r, s) for r in unchanged.RECIPES for s in unchanged.SEEDS]
-    assert all(run["num_equal"] >= 12 and run["differ"] == [] for run in found["runs"])
+    assert all(run["num_equal"] >= 10 and run["differ"] == [] for run in found["runs"])
 
 
 def test_the_way_of_one_sample_does_not_grow():
