@@ -88,10 +88,11 @@ def _identity(env: str) -> Callable[[int], str]:
 def ids_invented() -> tuple[list[str], list[str]]:
     """Train ids (invented goals of one crafting level) and eval ids (the game's own goals)."""
     from envs.textcraft.recipes import load_book
-    from envs.textcraft.world import goals_of
 
-    shipped = set(goals_of(load_book(), min_depth=1, max_depth=1))
-    goals = goals_of(load_book(f"invented:{NUM_INVENTED}"), min_depth=1, max_depth=1)
+    shipped, goals = (
+        [goal for goal in book.goals if book.depth[goal] == 1]
+        for book in (load_book(), load_book(f"invented:{NUM_INVENTED}"))
+    )
     order = [
         int(item_id.rpartition("_")[2])
         for item_id in _in_hash_order("textcraft", range(len(goals)))

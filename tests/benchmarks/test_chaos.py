@@ -110,12 +110,9 @@ def test_a_fault_without_a_victim_is_tried_again_and_a_setting_is_observed_once(
 
 
 def test_after_a_run_that_ended_before_its_fault_the_next_fault_comes_sooner(project):
-    observed = project.Reference(
-        80.0, {"flow": (0.0, 80.0), "environment": (20.0, 60.0)}, (), (), 1
-    )
-    assert observed.faster(40.0) == project.Reference(
-        40.0, {"flow": (0.0, 40.0), "environment": (10.0, 30.0)}, (), (), 1
-    )
+    observed = project.Reference(80.0, {"flow": 80.0, "environment": 40.0}, (), (), 1)
+    halved = project.Reference(40.0, {"flow": 40.0, "environment": 20.0}, (), (), 1)
+    assert observed.faster(40.0) == halved
     assert observed.faster(90.0) == observed
 
 
