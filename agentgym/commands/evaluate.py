@@ -305,8 +305,8 @@ def _limit(text: str) -> bool | int | float:
 def _play(cfg: RunConfig, arguments: argparse.Namespace) -> int:
     from agentgym.pipeline.game import Game, play_games
 
-    options = (getattr(arguments, n) for n in ("model", "item", "games", "temperature", "engine"))
-    game = Game(arguments.env or cfg.env.name, *options)
+    env, options = arguments.env or cfg.env.name, (arguments.temperature, arguments.engine)
+    game = Game(env, arguments.model, arguments.item, arguments.games, *options)
     played = play_games(cfg, game, functools.partial(say, indent=0), _ask)
     return 0 if all(episode.status.is_valid for episode in played) else 1
 

@@ -418,10 +418,10 @@ def by_family(
     values, family_of = item_means(samples), np.array(families, dtype=object)
     result = {}
     for family in sorted({family for family in families if family is not None}):
-        own = values[family_of == family]
-        known = not np.isnan(own).all()
-        interval = clustered_interval(own, kind="share", confidence=confidence) if known else None
-        result[family] = {"num_items": len(own), "success": interval}
+        means = values[family_of == family]
+        known = not np.isnan(means).all()
+        interval = clustered_interval(means, kind="share", confidence=confidence) if known else None
+        result[family] = {"num_items": len(means), "success": interval}
     return result
 
 

@@ -8,7 +8,6 @@ they may have.
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from agentgym.algorithms.recipe import recipe_of
 from agentgym.config import RunConfig
 from agentgym.config.pretrained import INSTRUCTIONS, defaults
 from agentgym.pipeline.plan import amount
+from agentgym.pipeline.table import value_at
 from agentgym.steps.step import stages
 
 # Shares of the maximum: tokens of an action or an observation, turns of an episode.
@@ -214,11 +214,8 @@ class Chosen:
 def usual_pretrained(cfg: RunConfig) -> list[Chosen]:
     """Return every setting whose default depends on the kind of model, sorted by path."""
     tree = cfg.model_dump(mode="json")
-    chosen = []
-    for path, default in sorted(defaults(tree).items()):
-        value = functools.reduce(lambda part, name: part[name], path.split("."), tree)
-        chosen.append(Chosen(path, value, default.value, default.why))
-    return chosen
+    usual = sorted(defaults(tree).items())
+    return [Chosen(path, value_at(tree, path), one.value, one.why) for path, one in usual]
 
 
 def shape_of(cfg: RunConfig) -> Shape:

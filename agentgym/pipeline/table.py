@@ -238,10 +238,12 @@ def key_of(step: Step, cfg: RunConfig, parents: dict[str, Manifest]) -> str:
 def semantic_of(step: Step, cfg: RunConfig) -> dict[str, Any]:
     """Return dotted path -> value of the settings in the step's key."""
     tree = cfg.semantic()
-    return {
-        path: functools.reduce(lambda part, name: part[name], path.split("."), tree)
-        for path in step.sections
-    }
+    return {path: value_at(tree, path) for path in step.sections}
+
+
+def value_at(tree: dict[str, Any], path: str) -> Any:
+    """Return the value at a dotted path of nested dicts."""
+    return functools.reduce(lambda part, name: part[name], path.split("."), tree)
 
 
 def finished(cfg: RunConfig, store: RunStore) -> dict[str, Manifest]:

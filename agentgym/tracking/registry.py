@@ -75,8 +75,8 @@ def register_model(
                 raise
         logged = tracker.client.get_logged_model(model_id)
         digest_tags = {FILES: logged.tags[FILES]} if FILES in logged.tags else {}
-        place, all_tags = logged.artifact_location, {**texts, **digest_tags}
-        tracker.client.create_model_version(name, place, run_id, all_tags, model_id=model_id)
+        source, all_tags = logged.artifact_location, {**texts, **digest_tags}
+        tracker.client.create_model_version(name, source, run_id, all_tags, model_id=model_id)
         # MLflow's client repeats a request whose reply was lost, which makes a duplicate
         version, *repeated = all_versions(tracker, name, texts["step_key"])
         for other in repeated:

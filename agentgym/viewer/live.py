@@ -133,9 +133,9 @@ class Room:
             instructions = {} if invited is None else invited.instructions(env_instructions)
             settings = protocol.envs[0].episodes(secrets.randbelow(2**31), instructions)
             episode = Episode(item, 1, settings, session.observation)
-            name, told = secrets.token_urlsafe(12), env_instructions.get(env.name, "")
+            name, guide = secrets.token_urlsafe(12), env_instructions.get(env.name, "")
             resources = contextlib.AsyncExitStack()
-            game = Game(name, env, player_name, player, session, episode, resources, told)
+            game = Game(name, env, player_name, player, session, episode, resources, guide)
             game.shots.append(await shot_of(session, 0, ""))
             game.over = "" if player.begin(episode) else "there is no room to act"
             await self._look(game)

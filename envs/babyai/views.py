@@ -147,10 +147,8 @@ def agentgym(
         sentences.append("The room has walls around you.")
     if view.barrier is not None:
         sentences.append("You are facing a {} {} steps away.".format(*view.barrier))
-    carried = f"a {view.carrying}" if view.carrying else ""
-    sentences.append(
-        f"You are carrying {carried}." if carried else "You are not carrying anything."
-    )
+    carried = f"carrying a {view.carrying}" if view.carrying else "not carrying anything"
+    sentences.append(f"You are {carried}.")
     lines = [f"Your goal: {goal}" if goal else "", " ".join(sentences), closing]
     return agentgym_reply("\n".join(filter(None, lines)), actions)
 

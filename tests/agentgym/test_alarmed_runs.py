@@ -70,7 +70,7 @@ def test_an_update_that_ruins_the_policy_raises_alarms_that_the_audit_measures_a
     store, step = open_store(cfg), steps_of(cfg)[STAGE]
     final = finished(cfg, store)[STAGE]
     commits = store.history(STAGE, final.key)
-    logged = dict(enumerate([each] for each in points))
+    logged = {step: [point] for step, point in enumerate(points)}
     record = StepRecord(cfg, store, step, final.key, {}, commits, logged)
 
     def checked(record):
